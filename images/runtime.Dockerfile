@@ -43,7 +43,6 @@ RUN /opt/build/bin/pip wheel --quiet --no-deps --no-build-isolation --no-index -
     && rm /opt/app/bin/skiff-operator \
     && PYTHONPATH=/opt/app /opt/app/bin/skiff --help > /dev/null
 
-# Keep only what is loaded: FlashInfer's objects and sources are useless once linked.
 FROM ${COMPILER} AS kernels
 COPY --from=dependencies /opt/skiff /opt/skiff
 COPY --from=application /opt/app /opt/app
@@ -54,7 +53,6 @@ ENV SKIFF_KERNEL_CACHE_DIR=/opt/skiff-kernels PYTHONPATH=/opt/app PATH=/opt/app/
 RUN mkdir -p /opt/skiff-kernels \
     && for model in ${PREBUILD}; do for tp in ${TP}; do \
         skiff prebuild --model-config "$model" --arch ${ARCH} --tp "$tp" || exit 1; done; done \
-    && find /opt/skiff-kernels -name '*.o' -delete \
     && chmod -R a+rX /opt/skiff-kernels
 
 FROM ${BASE}

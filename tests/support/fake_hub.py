@@ -13,11 +13,12 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 LARGE_BYTES: Final = 10_000
@@ -114,11 +115,15 @@ def _file_of(seen: Seen) -> str:
     return "/".join(parts[4:] if parts[2:3] == ["resolve"] else parts[2:])
 
 
+def _is_beginning(seen: Seen) -> bool:
+    return seen.headers.get("range", "bytes=0-").startswith("bytes=0-")
+
+
 def commit_of(model: Path) -> str:
     """Return a commit hash that depends on the model's files alone."""
     digest = hashlib.sha1()
     for path in _files(model):
-        digest.update(f"{path.relative_to(model)}\0{_blob_id(path.read_bytes())}\n".encode())
+        digest.update(f"{path.relative_to(model)}\0{_digests(path).blob_id}\n".encode())
     return digest.hexdigest()
 
 
@@ -126,20 +131,41 @@ def _files(model: Path) -> list[Path]:
     return sorted(path for path in model.rglob("*") if path.is_file())
 
 
+class Digests(NamedTuple):
+    """The checksums of a file by which the hub names it."""
+
+    blob_id: str
+    sha256: str
+
+
+def _digests(path: Path) -> Digests:
+    state = path.stat()
+    return _cached_digests(path, state.st_size, state.st_mtime_ns)
+
+
+@cache
+def _cached_digests(path: Path, size: int, _mtime_ns: int) -> Digests:
+    blob_id, sha256 = hashlib.sha1(f"blob {size}\0".encode()), hashlib.sha256()
+    with path.open("rb") as stream:
+        while chunk := stream.read(1 << 20):
+            blob_id.update(chunk)
+            sha256.update(chunk)
+    return Digests(blob_id.hexdigest(), sha256.hexdigest())
+
+
 def _blob_id(content: bytes) -> str:
     return hashlib.sha1(f"blob {len(content)}\0".encode() + content).hexdigest()
 
 
 def _sibling(model: Path, path: Path) -> dict[str, Any]:
-    content = path.read_bytes()
-    entry: dict[str, Any] = {"rfilename": str(path.relative_to(model)), "size": len(content)}
-    if len(content) < LARGE_BYTES:
-        return {**entry, "blobId": _blob_id(content)}
-    sha256 = hashlib.sha256(content).hexdigest()
+    size, digests = path.stat().st_size, _digests(path)
+    entry: dict[str, Any] = {"rfilename": str(path.relative_to(model)), "size": size}
+    if size < LARGE_BYTES:
+        return {**entry, "blobId": digests.blob_id}
     pointer = (
-        f"version https://git-lfs.github.com/spec/v1\noid sha256:{sha256}\nsize {len(content)}\n".encode()
+        f"version https://git-lfs.github.com/spec/v1\noid sha256:{digests.sha256}\nsize {size}\n".encode()
     )
-    stored = {"sha256": sha256, "size": len(content), "pointerSize": len(pointer)}
+    stored = {"sha256": digests.sha256, "size": size, "pointerSize": len(pointer)}
     return {**entry, "blobId": _blob_id(pointer), "lfs": stored}
 
 
@@ -189,14 +215,15 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(404, "")
 
     def _count_deliveries(self) -> None:
-        """Answer with the number of deliveries of each file that was delivered."""
+        """Answer with the number of times that each file was delivered from its beginning: its ranges count as one."""
         with self.hub.lock:
             names = {
                 _file_of(seen)
                 for seen in self.hub.seen
                 if seen.server == "storage" or "/resolve/" in seen.path
             }
-        body = json.dumps({name: len(self.hub.deliveries(name)) for name in names}).encode()
+        counts = {name: sum(_is_beginning(seen) for seen in self.hub.deliveries(name)) for name in names}
+        body = json.dumps(counts).encode()
         self._head(200, {"Content-Type": "application/json", "Content-Length": str(len(body))})
         self.wfile.write(body)
 
@@ -232,56 +259,57 @@ class _Handler(BaseHTTPRequestHandler):
         if not path.is_file():
             self._refuse(404, "EntryNotFound")
             return
-        content = path.read_bytes()
+        size = path.stat().st_size
         commit = {"X-Repo-Commit": commit_of(model)}
-        if len(content) < LARGE_BYTES:
+        if size < LARGE_BYTES:
             self._deliver(path, commit)
             return
         host = (self.headers.get("Host") or "127.0.0.1").rpartition(":")[0]
         location = f"http://{host}:{self.hub.storage_port}/{model_id}/{name}?signature=secret"
         linked = {
-            "X-Linked-Etag": f'"{hashlib.sha256(content).hexdigest()}"',
-            "X-Linked-Size": str(len(content)),
+            "X-Linked-Etag": f'"{_digests(path).sha256}"',
+            "X-Linked-Size": str(size),
         }
         self._head(302, {"Location": location, **commit, **linked, "Content-Length": "0"})
 
     def _deliver(self, path: Path, extra: dict[str, str]) -> None:
-        content = path.read_bytes()
-        headers = {"ETag": f'"{_blob_id(content)}"', "Accept-Ranges": "bytes", **extra}
+        size = path.stat().st_size
+        headers = {"ETag": f'"{_digests(path).blob_id}"', "Accept-Ranges": "bytes", **extra}
         if self.command == "HEAD":
-            self._head(200, {**headers, "Content-Length": str(len(content))})
+            self._head(200, {**headers, "Content-Length": str(size)})
             return
         fault = self.hub.next_fault("/".join(path.relative_to(self.hub.directory).parts[2:]))
         if fault.status:
             self._refuse(fault.status, "", fault.headers)
             return
-        start = 0 if fault.ignore_range else self._range_start()
-        if start >= len(content) > 0:
+        start, stop = (0, size) if fault.ignore_range else self._range(size)
+        if start >= size > 0:
             self._refuse(416, "")
             return
-        if start:
-            headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
-        body = bytearray(content[start:])
-        if fault.corrupt:
-            body[0] ^= 0xFF
-        self._head(206 if start else 200, {**headers, "Content-Length": str(len(body))})
-        self._send(bytes(body), fault.cut_after_bytes)
+        is_part = stop - start < size
+        if is_part:
+            headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
+        self._head(206 if is_part else 200, {**headers, "Content-Length": str(stop - start)})
+        self._send(path, start, stop, fault)
 
-    def _range_start(self) -> int:
-        return int((self.headers.get("Range") or "bytes=0-").removeprefix("bytes=").partition("-")[0])
+    def _range(self, size: int) -> tuple[int, int]:
+        first, _, last = (self.headers.get("Range") or "bytes=0-").removeprefix("bytes=").partition("-")
+        return int(first), min(size, int(last) + 1) if last else size
 
-    def _send(self, body: bytes, cut_after_bytes: int | None) -> None:
-        body = body if cut_after_bytes is None else body[:cut_after_bytes]
-        for start in range(0, len(body), CHUNK_BYTES):
-            chunk = body[start : start + CHUNK_BYTES]
-            try:
-                self.wfile.write(chunk)
-            except OSError:
-                break
-            if self.hub.bytes_per_second:
-                time.sleep(len(chunk) / self.hub.bytes_per_second)
-        if cut_after_bytes is not None:
+    def _send(self, path: Path, start: int, stop: int, fault: Fault) -> None:
+        if fault.cut_after_bytes is not None:
+            stop = min(stop, start + fault.cut_after_bytes)
             self.close_connection = True
+        with path.open("rb", buffering=0) as stream:
+            stream.seek(start)
+            if fault.corrupt:
+                self.wfile.write(bytes([stream.read(1)[0] ^ 0xFF]))
+            with suppress(OSError):  # the client has gone
+                while (left := stop - stream.tell()) > 0:
+                    count = min(left, CHUNK_BYTES) if self.hub.bytes_per_second else left
+                    self.connection.sendfile(stream, stream.tell(), count)
+                    if self.hub.bytes_per_second:
+                        time.sleep(count / self.hub.bytes_per_second)
 
     def _refuse(self, status: int, code: str, headers: dict[str, str] | None = None) -> None:
         extra = {"X-Error-Code": code} if code else {}

@@ -29,11 +29,11 @@ from skiff_runtime.contract import (
     PATH_READYZ,
 )
 from skiff_runtime.errors import FetchError
-from skiff_runtime.hub.download_progress import current_progress
 from skiff_runtime.hub.hub_reference import HubReference
 from skiff_runtime.hub.model_cache import ModelCache
 from skiff_runtime.hub.peer_client import PeerFile, PeerManifest, manifest_model
 from skiff_runtime.hub.repository import RepositoryListing
+from skiff_runtime.transfer.download_progress import current_progress
 
 MAX_CONNECTIONS: Final = 128
 """Beyond it a request is answered with 503, and the peer tries again. One peer uses four connections."""

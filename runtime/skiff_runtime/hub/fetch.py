@@ -15,11 +15,13 @@ from typing import Final, Protocol
 from skiff_runtime import log
 from skiff_runtime.contract import FLAG_DOWNLOAD_DIR
 from skiff_runtime.errors import FetchError
-from skiff_runtime.hub.download_progress import report_progress
 from skiff_runtime.hub.file_lock import WAIT_SECONDS, exclusive_lock
 from skiff_runtime.hub.hub_reference import HubReference, parse_reference
 from skiff_runtime.hub.model_cache import ModelCache
 from skiff_runtime.hub.repository import CONFIG, GENERATION_CONFIG, RemoteFile, RepositoryListing
+from skiff_runtime.transfer import parallel_download
+from skiff_runtime.transfer.download_progress import report_progress
+from skiff_runtime.transfer.range_source import RangeSource, RangesUnsupported, RemoteObject
 
 PARALLEL_FILES: Final = 4
 CHECKSUM_ATTEMPTS: Final = 2
@@ -38,6 +40,9 @@ class Source(Protocol):
 
     def download(self, commit: str, name: str, cache_dir: Path) -> Path:
         """Return the file's path in the cache, after downloading it if it is missing. Raises ``FetchError``."""
+
+    def find_ranges(self, commit: str, files: Sequence[RemoteFile]) -> RangeSource | None:
+        """Return a source of the files' ranges; None if ``download`` is the better way. Raises ``FetchError``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,8 +199,46 @@ def _download(
     config_files = listing.config_files()
     _download_all(cache, source, listing.commit, config_files)
     weights = listing.weight_files(cache.snapshot(listing.commit), quant_type)
-    _download_all(cache, source, listing.commit, weights)
+    verified = _download_ranges(cache, source, listing.commit, weights)
+    if others := [file for file in weights if file not in verified]:
+        _download_all(cache, source, listing.commit, others)
+    cache.remove_partials()
     return config_files + weights
+
+
+def _download_ranges(
+    cache: ModelCache, source: Source, commit: str, files: Sequence[RemoteFile]
+) -> list[RemoteFile]:
+    """Download large files in parallel ranges where the source has them, and return the files that are verified so.
+
+    Files of one chunk, without a SHA-256, or already in the cache are left to ``_download_all``.
+    """
+    large = [
+        file
+        for file in files
+        if file.has_sha256
+        and file.size_bytes > parallel_download.CHUNK_BYTES
+        and not cache.has_file(commit, file)
+    ]
+    ranges = source.find_ranges(commit, large) if large else None
+    if ranges is None:
+        return []
+    partial = cache.open_partial(commit)
+    target, scratch = partial / "files", partial / "parts"
+    cache.check_space(large, present_bytes=parallel_download.allocated_bytes(partial))
+    remotes = [RemoteObject(file.name, file.name, file.size_bytes, f"sha256:{file.digest}") for file in large]
+    try:
+        parallel_download.download_all(ranges, remotes, target, scratch)
+    except RangesUnsupported as error:
+        log.warning("fetch_without_ranges", reason=str(error))
+    except BaseException:
+        source.stop.set()
+        raise
+    received = [file for file in large if (target / file.name).is_file()]
+    for file in received:
+        cache.store_blob(target / file.name, file.digest)
+        cache.link_blob(commit, file.name, file.digest)
+    return received
 
 
 def _download_all(cache: ModelCache, source: Source, commit: str, files: Sequence[RemoteFile]) -> None:

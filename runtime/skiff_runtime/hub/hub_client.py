@@ -2,21 +2,32 @@
 
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import urljoin, urlsplit
 
 import httpx2
-from huggingface_hub import HfApi, constants, get_session, get_token, hf_hub_download
+from huggingface_hub import (
+    HfApi,
+    constants,
+    get_hf_file_metadata,
+    get_session,
+    get_token,
+    hf_hub_download,
+    hf_hub_url,
+)
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
 from skiff_runtime import log
 from skiff_runtime.contract import ENV_HUB_ENDPOINT, ENV_HUB_TOKEN
 from skiff_runtime.errors import FetchError
+from skiff_runtime.hub.hub_ranges import TRANSIENT_STATUSES, HubRanges, Location
 from skiff_runtime.hub.hub_reference import HubReference, is_commit
 from skiff_runtime.hub.repository import MAX_FILES, POOLING_CONFIG, RemoteFile, RepositoryListing
+from skiff_runtime.transfer.range_source import RangesUnsupported
 from skiff_runtime.version import __version__
 
 T = TypeVar("T")
@@ -27,7 +38,6 @@ BASE_WAIT_SECONDS: Final = 1.0
 MAX_WAIT_SECONDS: Final = 310
 """The longest Retry-After to obey. The hub limits requests per five minutes, and asks clients to wait for the next window."""
 _LISTING_TIMEOUT_SECONDS: Final = 20.0
-_TRANSIENT_STATUSES: Final = frozenset({408, 429, 500, 502, 503, 504})
 _USER_AGENT: Final[dict[str, Any]] = {"library_name": "skiff", "library_version": __version__}
 
 
@@ -85,6 +95,36 @@ class HubClient:
         options: dict[str, Any] = {"cache_dir": cache_dir, "endpoint": self._endpoint, **_USER_AGENT}
         model = self._reference.model_id
         return Path(self._retry(name, lambda: hf_hub_download(model, name, revision=commit, **options)))
+
+    def find_ranges(self, commit: str, files: Sequence[RemoteFile]) -> HubRanges | None:
+        """Return a source of the files' ranges; None if the hub offers Xet for the first. Raises ``FetchError``."""
+        ranges = HubRanges(lambda name: self._locate(commit, name), self._headers())
+        try:
+            ranges.locate(files[0].name)
+        except RangesUnsupported:
+            return None
+        return ranges
+
+    def _locate(self, commit: str, name: str) -> Location | None:
+        """Return the address of a file's content; None if it is to be received by Xet. Raises ``FetchError``."""
+        url = hf_hub_url(self._reference.model_id, name, revision=commit, endpoint=self._endpoint)
+        options: dict[str, Any] = {
+            "timeout": _LISTING_TIMEOUT_SECONDS,
+            "endpoint": self._endpoint,
+            **_USER_AGENT,
+        }
+        metadata = self._retry(name, lambda: get_hf_file_metadata(url, **options))
+        if metadata.xet_file_data is not None and _has_xet():
+            return None
+        location = urljoin(url, metadata.location)
+        return Location(location, is_hub=urlsplit(location)[:2] == urlsplit(self._endpoint)[:2])
+
+    def _headers(self) -> dict[str, str]:
+        """Return the headers of requests to the hub itself, as the library sends them."""
+        agent = {"User-Agent": f"skiff/{__version__}"}
+        if not self._token or constants.HF_HUB_DISABLE_IMPLICIT_TOKEN:
+            return agent
+        return {**agent, "Authorization": f"Bearer {self._token}"}
 
     @contextmanager
     def bounded_retry_after(self) -> Iterator[None]:
@@ -146,7 +186,7 @@ class HubClient:
 
     def _translate_response(self, response: httpx2.Response) -> FetchError:
         status, host = response.status_code, response.request.url.host
-        if status in _TRANSIENT_STATUSES:
+        if status in TRANSIENT_STATUSES:
             return TransientHubError(f"{host} answered {status} {response.reason_phrase}")
         model, revision = self._reference.model_id, self._reference.revision
         if status in (401, 403):
@@ -168,6 +208,11 @@ class HubClient:
         return FetchError(f"{host} answered {status} to a request for {model}")
 
 
+def _has_xet() -> bool:
+    """Return whether huggingface_hub receives files by Xet where the hub offers it."""
+    return not constants.HF_HUB_DISABLE_XET and find_spec("hf_xet") is not None
+
+
 def _host_of(endpoint: str) -> str:
     """Return the host of an http(s) address, without user and password; "" if it is malformed."""
     try:
@@ -180,7 +225,7 @@ def _host_of(endpoint: str) -> str:
 def _reject_long_waits(response: httpx2.Response) -> None:
     retry_after = response.headers.get("Retry-After", "")
     if (
-        response.status_code in _TRANSIENT_STATUSES
+        response.status_code in TRANSIENT_STATUSES
         and retry_after.isdigit()
         and int(retry_after) > MAX_WAIT_SECONDS
     ):

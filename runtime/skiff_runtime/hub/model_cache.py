@@ -10,6 +10,7 @@
       .skiff/lock                 held (flock) by the process that downloads
       .skiff/COMMIT.json          marker, written last: names and sizes of all verified files
       .skiff/COMMIT.Q4_K_M.json   marker of one GGUF file, chosen by its quantization
+      .skiff/partial-COMMIT/      weights that are received in ranges, kept for a resumption
 
 A snapshot without a marker is verified before it is served. Reading a snapshot with a marker takes no lock and writes
 nothing, so a complete cache can be mounted read-only and needs no network.
@@ -35,6 +36,7 @@ from skiff_runtime.hub.repository import POOLING_CONFIG, RemoteFile, RepositoryL
 SPARE_BYTES: Final = 64 << 20
 """Kept free on the volume beside the download, for its other users."""
 PEER_PARTIAL_SUFFIX: Final = ".peer.incomplete"
+_PARTIAL: Final = "partial-"
 _STALE_SECONDS: Final = 60.0
 """Partial files that were written to more recently are kept, whatever the state of their lock."""
 _BLOCK_BYTES: Final = 512
@@ -124,7 +126,8 @@ class ModelCache:
         return self._blob(digest + PEER_PARTIAL_SUFFIX)
 
     def store_blob(self, partial: Path, digest: str) -> None:
-        """Make an assembled file a blob. Its content is not verified yet, as that of a file that the hub's client stores."""
+        """Make an assembled file a blob. That of a peer is not verified yet, as the files that the hub's client stores."""
+        self._blob(digest).parent.mkdir(parents=True, exist_ok=True)
         with partial.open("ab") as stream:
             os.fsync(stream.fileno())
         partial.replace(self._blob(digest))
@@ -143,9 +146,22 @@ class ModelCache:
         for path in (self.root / "blobs").glob(f"*{PEER_PARTIAL_SUFFIX}"):
             path.unlink(missing_ok=True)
 
-    def check_space(self, missing: Sequence[RemoteFile]) -> None:
-        """Raise ``FetchError``, with both sizes, if the volume has no room for ``missing``."""
-        needed_bytes = sum(file.size_bytes for file in missing) + SPARE_BYTES
+    def open_partial(self, commit: str) -> Path:
+        """Return the directory of the ranges that have arrived of a commit; those of other commits are removed."""
+        partial = self.marker_dir / f"{_PARTIAL}{commit}"
+        for other in self.marker_dir.glob(f"{_PARTIAL}*"):
+            if other != partial:
+                shutil.rmtree(other)
+        return partial
+
+    def remove_partials(self) -> None:
+        """Remove what is left of files that were received in ranges."""
+        for path in self.marker_dir.glob(f"{_PARTIAL}*"):
+            shutil.rmtree(path, ignore_errors=True)
+
+    def check_space(self, missing: Sequence[RemoteFile], *, present_bytes: int = 0) -> None:
+        """Raise ``FetchError``, with both sizes, if the volume has no room for ``missing`` but ``present_bytes``."""
+        needed_bytes = sum(file.size_bytes for file in missing) - present_bytes + SPARE_BYTES
         free_bytes = shutil.disk_usage(self.marker_dir).free
         if missing and needed_bytes > free_bytes:
             raise FetchError(

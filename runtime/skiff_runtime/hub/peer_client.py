@@ -7,7 +7,7 @@ the next one, also after a restart of this process.
 
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 from urllib.parse import quote
@@ -104,6 +104,9 @@ class PeerClient:
                 raise PeerError(f"{name}: {'; '.join(failures)}")
             self._cache.store_blob(partial, digest)
         return self._cache.link_blob(commit, name, digest)
+
+    def find_ranges(self, commit: str, files: Sequence[RemoteFile]) -> None:
+        """Return None: a peer sends each file in one stream."""
 
     def close(self) -> None:
         """Stop all downloads and close the connections."""

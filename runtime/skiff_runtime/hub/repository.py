@@ -53,12 +53,17 @@ class RemoteFile:
     size_bytes: int
     digest: str
 
+    @property
+    def has_sha256(self) -> bool:
+        """Whether the digest is the SHA-256 of the content."""
+        return len(self.digest) == _SHA256_DIGITS
+
     def is_intact(self, path: Path) -> bool:
         """Return whether ``path`` has the file's size and content."""
         if path.stat().st_size != self.size_bytes:
             return False
         running = hashlib.sha256(usedforsecurity=False)
-        if len(self.digest) != _SHA256_DIGITS:
+        if not self.has_sha256:
             # The name of a git blob is the SHA-1 of a short header and the content.
             running = hashlib.sha1(f"blob {self.size_bytes}\0".encode(), usedforsecurity=False)
         with path.open("rb", buffering=0) as stream:

@@ -4,11 +4,14 @@ No other module imports from ``flashinfer.jit`` or ``flashinfer.utils``. Must be
 ``kernels.kernel_cache.activate``.
 """
 
-from typing import Final
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
 
 from skiff_runtime.internals import Shape, borrowed
 
 __all__ = [
+    "call_after_builds",
     "determine_attention_backend",
     "device_support_pdl",
     "environment",
@@ -32,6 +35,8 @@ _PREFILL = (
 NEEDED: Final[Shape] = {
     "flashinfer.jit.env": ("FLASHINFER_AOT_DIR", "FLASHINFER_CACHE_DIR", "FLASHINFER_JIT_DIR"),
     "flashinfer.jit:gen_batch_prefill_module": _PREFILL,
+    "flashinfer.jit.core:JitSpec": ("build", "is_aot", "jit_library_path"),
+    "flashinfer.jit.core:JitSpec.build": ("verbose", "need_lock"),
     "flashinfer.jit.attention.modules:get_batch_prefill_uri": _PREFILL,
     "flashinfer.utils:determine_attention_backend": (
         "device",
@@ -48,4 +53,19 @@ with borrowed("flashinfer-python", NEEDED):
     from flashinfer.jit import env as environment
     from flashinfer.jit import gen_batch_prefill_module
     from flashinfer.jit.attention.modules import get_batch_prefill_uri
+    from flashinfer.jit.core import JitSpec
     from flashinfer.utils import determine_attention_backend, device_support_pdl
+
+
+def call_after_builds(callback: Callable[[Path], None]) -> None:
+    """Call ``callback`` with the library of each module that this process builds from now on, before it is loaded.
+
+    FlashInfer builds a module while it holds its lock, so the library is complete and no other process writes to it.
+    """
+    build = JitSpec.build
+
+    def build_and_report(spec: Any, *arguments: Any, **options: Any) -> None:
+        build(spec, *arguments, **options)
+        callback(spec.jit_library_path)
+
+    JitSpec.build = build_and_report

@@ -1,15 +1,20 @@
 """The directory of compiled GPU kernels, Triton's and FlashInfer's, filled when an image is built or at first use.
 
-Like every compiler's cache it is keyed by sources, versions and architecture, so a stale entry is never used.
+Like every compiler's cache it is keyed by sources, versions and architecture, so a stale entry is never used. Several
+pods may share it, so an entry appears whole or not at all: Triton renames each file into place, and a module of
+FlashInfer, which a linker writes in place, is built in a private directory and then published by a rename.
 """
 
 import contextlib
 import os
 import shutil
 import tempfile
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
+
+from skiff_runtime import log
 
 PREBUILT_DIRECTORY: Final = Path("/opt/skiff-kernels")
 """Kernels that were compiled into the image (``images/runtime.Dockerfile``)."""
@@ -28,9 +33,9 @@ _directories: Final[list[Path]] = []
 def activate(directory: Path, scratch: Path) -> None:
     """Make this process use the kernels in ``directory`` and keep new ones there.
 
-    Where it cannot be written to, as in an image, new kernels go to ``scratch`` and are lost with it. A directory on a
-    volume begins with the kernels of the image. Must be called
-    before Triton or FlashInfer is imported, because both read their directories from the environment then.
+    Where it cannot be written to, as in an image, new kernels go to ``scratch`` and are lost with it. FlashInfer builds
+    in ``scratch``, which no other pod shares. A directory on a volume begins with the kernels of the image. Must be
+    called before Triton or FlashInfer is imported, because both read their directories from the environment then.
     """
     _directories[:] = [directory]
     with contextlib.suppress(OSError):
@@ -41,7 +46,7 @@ def activate(directory: Path, scratch: Path) -> None:
             shutil.copytree(directory / TRITON_FOLDER, scratch / TRITON_FOLDER, dirs_exist_ok=True)
         directory = scratch
     os.environ[_TRITON_VARIABLE] = str(directory / TRITON_FOLDER)
-    os.environ[_FLASHINFER_VARIABLE] = str(directory / FLASHINFER_FOLDER)
+    os.environ[_FLASHINFER_VARIABLE] = str(scratch / FLASHINFER_FOLDER)
 
 
 def _copy_prebuilt(directory: Path) -> None:
@@ -52,13 +57,13 @@ def _copy_prebuilt(directory: Path) -> None:
         source, target = PREBUILT_DIRECTORY / name, directory / name
         if not source.is_dir() or target.exists():
             continue
-        partial = Path(tempfile.mkdtemp(prefix=f".copying-{name}-", dir=directory))
+        staging = Path(tempfile.mkdtemp(prefix=f".copying-{name}-", dir=directory))
         try:
-            shutil.copytree(source, partial / name, copy_function=shutil.copyfile)
+            shutil.copytree(source, staging / name, copy_function=shutil.copyfile)
             with contextlib.suppress(OSError):  # another process was first
-                (partial / name).rename(target)
+                (staging / name).rename(target)
         finally:
-            shutil.rmtree(partial, ignore_errors=True)
+            shutil.rmtree(staging, ignore_errors=True)
 
 
 def may_have_flashinfer_modules() -> bool:
@@ -72,9 +77,10 @@ def may_have_flashinfer_modules() -> bool:
 
 
 def use_prebuilt_flashinfer_modules() -> None:
-    """Make FlashInfer load the compiled modules of the active directory as they are.
+    """Make FlashInfer load the compiled modules of the active directory as they are, and keep there what it builds.
 
-    By default it compares the times of sources, which an image does not preserve, and would compile again.
+    By default it compares the times of sources, which an image does not preserve, and would compile again. Must be
+    called once.
     """
     from skiff_runtime.kernels import flashinfer_internals
 
@@ -84,3 +90,31 @@ def use_prebuilt_flashinfer_modules() -> None:
         folder = directory / FLASHINFER_FOLDER / _FLASHINFER_SUBFOLDER / within
         if folder.is_dir():
             environment.FLASHINFER_AOT_DIR = folder
+        flashinfer_internals.call_after_builds(partial(publish_module, folder))
+
+
+def publish_module(folder: Path, library: Path) -> None:
+    """Copy a compiled module, ``NAME/NAME.so``, into ``folder``, whole or not at all; the first of several processes wins.
+
+    A published module is never replaced, because on a network file system the processes that have mapped it would lose
+    it. Where ``folder`` cannot be written to, do nothing.
+    """
+    target = folder / library.parent.name
+    if (target / library.name).exists():
+        return
+    staging: Path | None = None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(prefix=".publishing-", dir=folder))
+        copy = staging / target.name / library.name
+        copy.parent.mkdir()
+        shutil.copyfile(library, copy)
+        with copy.open("rb") as stream:
+            os.fsync(stream.fileno())  # the name must not outlive the content if the node fails
+        copy.parent.rename(target)
+    except OSError as error:
+        if not (target / library.name).exists():  # else another process was first
+            log.event("kernel_module_not_kept", module=target.name, directory=folder, reason=str(error))
+    finally:
+        if staging is not None:
+            shutil.rmtree(staging, ignore_errors=True)

@@ -25,6 +25,8 @@ from skiff_runtime.models.gguf_checkpoint import GgufCheckpoint, GgufSource
 
 MAX_THREADS: Final = 16
 """Enough for the page cache to fill the bus to a GPU."""
+MIN_THREADS: Final = 8
+"""Also with fewer CPUs: a disk is fast only if it has several reads to do, and a thread that waits for it takes no CPU."""
 BUFFER_BYTES: Final = 32 << 20
 """Bytes that one thread reads at a time."""
 BATCH_BYTES: Final = 16 << 20
@@ -119,7 +121,7 @@ def load_shards(
         torch.cuda.synchronize(device)  # weights were initialized on another stream than the threads' own
     jobs = (job for shard, source in sources for job in _split_into_jobs(shard, source, buffer_bytes))
     batches = list(_batch_jobs(jobs, min(buffer_bytes, BATCH_BYTES)))
-    threads = min(MAX_THREADS, len(os.sched_getaffinity(0)), max(1, len(batches)))
+    threads = min(MAX_THREADS, max(MIN_THREADS, len(os.sched_getaffinity(0))), max(1, len(batches)))
     local = threading.local()
 
     def run(batch: list[LoadJob]) -> int:

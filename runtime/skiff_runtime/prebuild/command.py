@@ -8,6 +8,7 @@ import argparse
 import os
 import re
 import shutil
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -18,7 +19,7 @@ from typing import Final, cast
 from skiff_runtime import log
 from skiff_runtime.config import AUTO, Config, Dtype
 from skiff_runtime.config.arguments import add_config_arguments, build_config
-from skiff_runtime.contract import EXIT_OK
+from skiff_runtime.contract import EXIT_OK, FLAG_KERNEL_CACHE_DIR
 from skiff_runtime.errors import ConfigError
 from skiff_runtime.kernels import kernel_cache
 from skiff_runtime.layers.weight_format import choose_weight_format
@@ -73,11 +74,14 @@ def run(arguments: argparse.Namespace) -> int:
     assert resolved.kernel_cache_dir is not None
     directory = Path(resolved.kernel_cache_dir)
     directory.mkdir(parents=True, exist_ok=True)
-    kernel_cache.activate(directory, directory)
+    if not os.access(directory, os.W_OK):
+        raise ConfigError(f"{FLAG_KERNEL_CACHE_DIR} {directory} cannot be written to; use another directory")
     started = time.monotonic()
-    _compile_triton(resolved, model, arguments.arch)
-    if _needs_flashinfer(resolved):
-        _compile_flashinfer(resolved, model, arguments.arch)
+    with tempfile.TemporaryDirectory(prefix="skiff-") as scratch:
+        kernel_cache.activate(directory, Path(scratch))
+        _compile_triton(resolved, model, arguments.arch)
+        if _needs_flashinfer(resolved):
+            _compile_flashinfer(resolved, model, arguments.arch, directory)
     log.event("kernels_built", directory=str(directory), seconds=f"{time.monotonic() - started:.1f}")
     return EXIT_OK
 
@@ -101,13 +105,17 @@ def _needs_flashinfer(config: Config) -> bool:
     return is_16_bit and find_spec(_FLASHINFER) is not None and shutil.which("nvcc") is not None
 
 
-def _compile_flashinfer(config: Config, model: ModelConfig, architecture: str) -> None:
-    """Compile each of FlashInfer's prefill kernels that the model needs: with a sliding window, without, or both."""
+def _compile_flashinfer(config: Config, model: ModelConfig, architecture: str, directory: Path) -> None:
+    """Compile each of FlashInfer's prefill kernels that the model needs: with a sliding window, without, or both.
+
+    Raises ``ConfigError`` if ``directory`` does not take them.
+    """
     os.environ[_ARCHITECTURES_VARIABLE] = architecture
     import torch
 
     from skiff_runtime.kernels.flashinfer_internals import gen_batch_prefill_module
 
+    kernel_cache.use_prebuilt_flashinfer_modules()
     dtype, head_dim = getattr(torch, config.dtype), model.head_dim
     parameters = (dtype, dtype, dtype, torch.int32, head_dim, head_dim)
     has_window = dict.fromkeys(window is not None for window in model.sliding_windows)
@@ -116,9 +124,13 @@ def _compile_flashinfer(config: Config, model: ModelConfig, architecture: str) -
         for backend in (("fa3", "fa2") if architecture.startswith("9.0") else ("fa2",))
         for each in has_window
     ]
+    missing = [module for module in modules if not module.is_aot]
     with ThreadPoolExecutor(len(modules)) as pool:  # each module is built by a ninja of its own
-        for built in [pool.submit(module.build, verbose=False) for module in modules]:
+        for built in [pool.submit(module.build, verbose=False) for module in missing]:
             built.result()
+    kept = {path.stem for path in (directory / kernel_cache.FLASHINFER_FOLDER).rglob("*.so")}
+    if lost := [module.name for module in missing if module.name not in kept]:
+        raise ConfigError(f"{directory} did not take FlashInfer's {lost[0]}; free space there")
 
 
 def _parse_architecture(text: str) -> str:

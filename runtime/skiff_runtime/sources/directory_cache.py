@@ -64,7 +64,7 @@ class DirectoryCache:
     def check_space(self, needed_bytes: int) -> None:
         """Raise ``FetchError``, with both sizes, if the volume has no room."""
         free_bytes = shutil.disk_usage(self.root).free
-        if needed_bytes and needed_bytes + SPARE_BYTES > free_bytes:
+        if needed_bytes > 0 and needed_bytes + SPARE_BYTES > free_bytes:
             raise FetchError(
                 f"not enough space in {self.root}: {(needed_bytes + SPARE_BYTES) / 1e9:.2f} GB are needed, "
                 f"{free_bytes / 1e9:.2f} GB are free; use a larger volume, or another {FLAG_DOWNLOAD_DIR}"

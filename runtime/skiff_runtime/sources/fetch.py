@@ -15,13 +15,13 @@ from skiff_runtime.hub.hub_reference import SCHEME as HUB_SCHEME
 from skiff_runtime.hub.repository import CONFIG, POOLING_CONFIG, RemoteFile, RepositoryListing
 from skiff_runtime.sources.directory_cache import DirectoryCache
 from skiff_runtime.sources.model_source import ModelSource, SourceListing, check_limits
-from skiff_runtime.sources.parallel_download import download_all
 from skiff_runtime.sources.source_reference import (
     RegistryReference,
     SourceReference,
     is_source_uri,
     parse_source,
 )
+from skiff_runtime.transfer.parallel_download import allocated_bytes, download_all
 
 _VERSION_DIGITS: Final = 32
 
@@ -103,7 +103,7 @@ def _unpack(
 
     archives = partial / "archives"
     # Packed and extracted, an archive needs its size twice; a compressed one needs more, and is measured as it grows.
-    cache.check_space(2 * sum(each.size_bytes for each in listing.archives))
+    cache.check_space(2 * sum(each.size_bytes for each in listing.archives) - allocated_bytes(partial))
     download_all(source, listing.archives, archives, partial / "parts")
     extracted: dict[str, int] = {}
     for each in listing.archives:
@@ -148,7 +148,8 @@ def _download(
 
     def download(chosen: list[RemoteFile]) -> None:
         wanted = [files[each.name] for each in chosen if each.name not in extracted]
-        cache.check_space(sum(each.size_bytes for each in wanted if not (target / each.name).exists()))
+        needed_bytes = sum(each.size_bytes for each in wanted if not (target / each.name).exists())
+        cache.check_space(needed_bytes - allocated_bytes(partial / "parts"))
         download_all(source, wanted, target, partial / "parts")
         names.extend(each.name for each in chosen)
 

@@ -18,9 +18,10 @@ from obstore.store import GCSStore, S3Store
 from skiff_runtime.contract import ENV_GS_CREDENTIALS, ENV_S3_KEY_ID, ENV_S3_SECRET_KEY, ENV_S3_SESSION_TOKEN
 from skiff_runtime.errors import FetchError
 from skiff_runtime.hub.repository import POOLING_CONFIG
-from skiff_runtime.sources.model_source import MAX_FILES, RemoteObject, SourceListing, TransientSourceError
-from skiff_runtime.sources.retries import retry
+from skiff_runtime.sources.model_source import MAX_FILES, SourceListing
 from skiff_runtime.sources.source_reference import ObjectStoreReference
+from skiff_runtime.transfer.range_source import RemoteObject, TransientSourceError
+from skiff_runtime.transfer.retries import retry
 
 PIECE_BYTES: Final = 1 << 20
 _LISTING_PAGE: Final = 1000

@@ -22,10 +22,11 @@ import httpx2
 from skiff_runtime.contract import ENV_OCI_CREDENTIALS, ENV_OCI_ENDPOINT
 from skiff_runtime.errors import FetchError
 from skiff_runtime.sources.archive import is_wanted, safe_name
-from skiff_runtime.sources.model_source import RemoteObject, SourceListing, TransientSourceError
-from skiff_runtime.sources.parallel_download import STREAMS
-from skiff_runtime.sources.retries import retry
+from skiff_runtime.sources.model_source import SourceListing
 from skiff_runtime.sources.source_reference import RegistryReference
+from skiff_runtime.transfer.parallel_download import STREAMS
+from skiff_runtime.transfer.range_source import RemoteObject, TransientSourceError
+from skiff_runtime.transfer.retries import retry
 from skiff_runtime.version import __version__
 
 _TITLE: Final = "org.opencontainers.image.title"

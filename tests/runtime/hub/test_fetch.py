@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,16 +10,21 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fake_hub import FakeHub, Fault, commit_of, running_hub
 from huggingface_hub import constants, hf_hub_download, scan_cache_dir
 
 from skiff_runtime.contract import ENV_HUB_ENDPOINT, EXIT_FETCH_FAILED, EXIT_OK
-from skiff_runtime.hub import download_progress as progress
+from skiff_runtime.errors import FetchError
 from skiff_runtime.hub import hub_client as client
 from skiff_runtime.hub.fetch import fetch
 from skiff_runtime.hub.hub_reference import HubReference, parse_reference
+from skiff_runtime.hub.model_cache import SPARE_BYTES
+from skiff_runtime.transfer import download_progress as progress
+from skiff_runtime.transfer import parallel_download, retries
+from skiff_runtime.transfer.range_source import TransientSourceError
 
 WEIGHT_BYTES = 300_000
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -159,6 +165,87 @@ def test_server_that_ignores_ranges_is_tolerated(
     monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 10_000)
     hub.faults[FIRST] = [Fault(cut_after_bytes=70_000), Fault(ignore_range=True)]
     assert_served(fetch_from(hub, tmp_path / "cache"), model)
+
+
+class TestRanges:
+    """Large files of a hub without Xet: in parallel ranges, straight from the storage."""
+
+    CHUNK = 100_000
+    RANGES = ("bytes=0-99999", "bytes=100000-199999", "bytes=200000-299999")
+
+    @pytest.fixture(autouse=True)
+    def small_chunks(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(parallel_download, "CHUNK_BYTES", self.CHUNK)
+        monkeypatch.setattr(retries, "BASE_WAIT_SECONDS", 0.01)
+
+    @pytest.fixture
+    def one_stream(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(parallel_download, "STREAMS", 1)
+
+    def ranges(self, hub: FakeHub, name: str) -> list[str | None]:
+        return [seen.headers.get("range") for seen in hub.deliveries(name)]
+
+    def locations(self, hub: FakeHub, name: str) -> int:
+        return sum(seen.method == "HEAD" and seen.path.endswith(f"/{name}") for seen in hub.seen)
+
+    def test_cache_is_that_of_the_hubs_tools(
+        self, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("HF_TOKEN", "hf_secret")
+        cache = tmp_path / "cache"
+        with running_hub(model.parent.parent, token="hf_secret") as hub:
+            assert_served(fetch_from(hub, cache), model)
+        for name in (FIRST, SECOND):
+            assert sorted(map(str, self.ranges(hub, name))) == list(self.RANGES)
+            assert self.locations(hub, name) == 1
+            found = Path(hf_hub_download("acme/tiny", name, cache_dir=cache, local_files_only=True))
+            assert found.read_bytes() == (model / name).read_bytes()
+        assert all("authorization" not in seen.headers for seen in hub.seen if seen.server == "storage")
+        (markers,) = cache.glob("*/.skiff")
+        assert {path.name for path in markers.iterdir()} == {"lock", f"{commit_of(model)}.json"}
+
+    @pytest.mark.usefixtures("one_stream")
+    def test_next_fetch_continues_what_has_arrived(
+        self, hub: FakeHub, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        hub.faults[FIRST] = [Fault(), *[Fault(status=503)] * retries.ATTEMPTS]
+        with pytest.raises(FetchError, match="503"):
+            fetch_from(hub, tmp_path / "cache")
+        before = len(hub.deliveries(FIRST))
+        # The volume has no room for the whole of it beside the part.
+        free = 2 * WEIGHT_BYTES - self.CHUNK + SPARE_BYTES
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+        assert_served(fetch_from(hub, tmp_path / "cache"), model)
+        assert self.ranges(hub, FIRST)[before:] == list(self.RANGES[1:])
+
+    @pytest.mark.usefixtures("one_stream")
+    def test_address_that_has_expired_is_renewed(self, hub: FakeHub, model: Path, tmp_path: Path) -> None:
+        hub.faults[FIRST] = [Fault(), Fault(status=403)]
+        assert_served(fetch_from(hub, tmp_path / "cache"), model)
+        assert (self.locations(hub, FIRST), self.locations(hub, SECOND)) == (2, 1)
+
+    @pytest.mark.parametrize("fault", [Fault(ignore_range=True), Fault(status=403)])
+    @pytest.mark.usefixtures("one_stream")
+    def test_storage_without_ranges_sends_one_stream(
+        self, fault: Fault, hub: FakeHub, model: Path, tmp_path: Path
+    ) -> None:
+        hub.faults[FIRST] = [fault]
+        assert_served(fetch_from(hub, tmp_path / "cache"), model)
+        assert self.ranges(hub, FIRST) == [self.RANGES[0], None]
+
+
+def test_wait_that_a_source_demands_is_kept() -> None:
+    waits: list[float | None] = []
+
+    class Stop(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            waits.append(timeout)
+            return False
+
+    attempts = retries.Retries("a file", Stop())
+    attempts.wait(TransientSourceError("busy", wait_seconds=200))
+    attempts.wait(TransientSourceError("busy"))
+    assert waits[0] == 200 and 0 < (waits[1] or 0) < 10
 
 
 def test_file_that_is_damaged_once_is_downloaded_again(hub: FakeHub, model: Path, tmp_path: Path) -> None:

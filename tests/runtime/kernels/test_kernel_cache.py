@@ -29,7 +29,7 @@ def test_second_process_finds_what_the_first_one_compiled(tmp_path: Path) -> Non
     kernel_cache.activate(directory, tmp_path / "scratch")
     triton = Path(os.environ["TRITON_CACHE_DIR"])
     assert triton == directory / "triton"
-    assert Path(os.environ["FLASHINFER_WORKSPACE_BASE"]) == directory / "flashinfer"
+    assert Path(os.environ["FLASHINFER_WORKSPACE_BASE"]) == tmp_path / "scratch" / "flashinfer"
     assert (triton / "KEY" / "kernel").read_text() == "prebuilt"
     (triton / "NEW").mkdir()
     kernel_cache.activate(directory, tmp_path / "scratch of another pod")

@@ -1,6 +1,9 @@
 """Weight loading: every fault of a file is one clear error that names the file and the tensor."""
 
+import itertools
 import json
+import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +16,13 @@ from tiny_models import edit_json, make_model
 from skiff_runtime.distributed.tensor_parallel import TensorParallelGroup
 from skiff_runtime.errors import ModelError
 from skiff_runtime.layers.sharding import LayerContext
+from skiff_runtime.models import weight_loader
 from skiff_runtime.models.checkpoint_files import INDEX_FILE, SINGLE_FILE
 from skiff_runtime.models.config import ARCHITECTURES, read_model_config
 from skiff_runtime.models.decoder import DecoderModel
 from skiff_runtime.models.registry import MODELS
 from skiff_runtime.models.registry import make_model as build
+from skiff_runtime.models.tensor_file import TensorFile
 from skiff_runtime.models.weight_loader import load_weights
 
 DOWN = "model.layers.1.mlp.down_proj.weight"
@@ -73,6 +78,22 @@ def test_all_bytes_are_read_and_progress_ends_at_one(sharded: Path) -> None:
     assert model.weight_bytes() == sum(tensor.nbytes for tensor in tensors.values())
     for shard in model.weight_shards():
         assert torch.equal(shard.target, tensors[shard.name])
+
+
+def test_reads_overlap_on_one_cpu(sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk needs several reads at a time to be fast, however few CPUs there are."""
+    both, read = threading.Barrier(2), TensorFile.read
+    first_reads = itertools.chain([True, True], itertools.repeat(False))
+
+    def read_together(file: TensorFile, target: memoryview, offset: int) -> None:
+        if threading.current_thread().name.startswith("weights") and next(first_reads):
+            both.wait(30)
+        read(file, target, offset)
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    monkeypatch.setattr(weight_loader, "BATCH_BYTES", 1)
+    monkeypatch.setattr(TensorFile, "read", read_together)
+    assert load(sharded)[1][-1] == 1.0
 
 
 @pytest.mark.parametrize("tp_size", [2, 4])

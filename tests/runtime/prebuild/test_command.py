@@ -251,13 +251,6 @@ def variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("variables")
-def test_writable_cache_is_used_in_place(tmp_path: Path) -> None:
-    kernel_cache.activate(tmp_path / "new", tmp_path / "scratch")
-    assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "new" / "triton")
-    assert os.environ["FLASHINFER_WORKSPACE_BASE"] == str(tmp_path / "new" / "flashinfer")
-
-
-@pytest.mark.usefixtures("variables")
 def test_read_only_cache_is_copied_and_new_kernels_go_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

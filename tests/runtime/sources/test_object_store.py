@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import struct
 import subprocess
@@ -10,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fake_hub import Fault
@@ -17,8 +19,10 @@ from fake_s3 import LISTING, FakeS3, running_s3
 
 from skiff_runtime.contract import EXIT_FETCH_FAILED, EXIT_OK
 from skiff_runtime.errors import ConfigError, FetchError
-from skiff_runtime.sources import object_store, parallel_download, retries
+from skiff_runtime.hub.model_cache import SPARE_BYTES
+from skiff_runtime.sources import object_store
 from skiff_runtime.sources.fetch import fetch_model, find_fetched
+from skiff_runtime.transfer import parallel_download, retries
 
 URI = "s3://models/llama/tiny"
 CHUNK = 100_000
@@ -257,10 +261,22 @@ def test_chunk_that_was_damaged_on_the_disk_is_not_kept(store: FakeS3, model: Pa
     assert_served(fetch_model(URI, None, tmp_path / "cache"), model)
 
 
+def test_resumption_needs_no_room_for_what_has_arrived(
+    store: FakeS3, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parallel_download, "STREAMS", 1)
+    store.faults[FIRST] = [Fault(), Fault(), Fault(), Fault(status=403)]
+    with pytest.raises(FetchError, match="403"):
+        fetch_model(URI, None, tmp_path / "cache")
+    free = 2 * (model / FIRST).stat().st_size - 3 * CHUNK + SPARE_BYTES
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    assert_served(fetch_model(URI, None, tmp_path / "cache"), model)
+
+
 def test_killed_fetch_is_resumed_by_the_next_one(store: FakeS3, model: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     code = (
-        "import sys; from skiff_runtime.sources import parallel_download; "
+        "import sys; from skiff_runtime.transfer import parallel_download; "
         f"parallel_download.CHUNK_BYTES = {CHUNK}; "
         "from skiff_runtime.__main__ import main; sys.exit(main())"
     )

@@ -16,8 +16,8 @@ from fake_hub import Fault
 from fake_registry import TITLE, TOKEN, USER, FakeRegistry, digest_of, running_registry
 
 from skiff_runtime.errors import ConfigError, FetchError
-from skiff_runtime.sources import parallel_download, retries
 from skiff_runtime.sources.fetch import fetch_model, find_fetched
+from skiff_runtime.transfer import parallel_download, retries
 
 CHUNK = 100_000
 WEIGHTS = bytes(i * i % 251 for i in range(3 * CHUNK + 17))

@@ -7,7 +7,7 @@ from typing import Final, TypeVar
 
 from skiff_runtime import log
 from skiff_runtime.errors import FetchError
-from skiff_runtime.sources.model_source import TransientSourceError
+from skiff_runtime.transfer.range_source import TransientSourceError
 
 T = TypeVar("T")
 
@@ -35,6 +35,7 @@ class Retries:
             raise FetchError(f"{self._what}: {error}; gave up after {ATTEMPTS} attempts") from error
         # Jitter spreads the retries of many pods.
         wait = BASE_WAIT_SECONDS * 2 ** (self._failures - 1) * random.uniform(0.75, 1.25)
+        wait = max(wait, error.wait_seconds)
         log.warning("fetch_attempt_failed", what=self._what, reason=str(error), wait_seconds=wait)
         if self._stop.wait(wait):
             raise FetchError(f"{self._what}: stopped while waiting to try again")

@@ -22,9 +22,9 @@ from typing import Final
 
 from skiff_runtime import log
 from skiff_runtime.errors import FetchError
-from skiff_runtime.hub.download_progress import report_progress
-from skiff_runtime.sources.model_source import ModelSource, RemoteObject, TransientSourceError
-from skiff_runtime.sources.retries import Retries
+from skiff_runtime.transfer.download_progress import report_progress
+from skiff_runtime.transfer.range_source import RangeSource, RemoteObject, TransientSourceError
+from skiff_runtime.transfer.retries import Retries
 
 CHUNK_BYTES: Final = 8 << 20
 STREAMS: Final = 8
@@ -34,12 +34,14 @@ _OPEN_FILES: Final = 128
 _READ_BYTES: Final = 1 << 20
 _PROGRESS_BYTES: Final = 64 << 10
 """An attempt that received this much has progressed: a slow or lossy connection is not given up."""
+_BLOCK_BYTES: Final = 512
+"""The unit of ``st_blocks``."""
 _ENTRY: Final = struct.Struct("<Q")
 _COMPLETE: Final = 1 << 32
 """Set in the journal's entry of a complete chunk, beside its CRC-32."""
 
 
-def download_all(source: ModelSource, files: Sequence[RemoteObject], target: Path, scratch: Path) -> None:
+def download_all(source: RangeSource, files: Sequence[RemoteObject], target: Path, scratch: Path) -> None:
     """Download ``files`` into ``target``; files that are there are complete. ``scratch`` keeps partial files for a resumption.
 
     The first failure stops all. The threads are daemons, and nothing waits for them after a failure: a read of a library
@@ -61,6 +63,11 @@ def download_all(source: ModelSource, files: Sequence[RemoteObject], target: Pat
             transfer = _Transfer(source, [_PartialFile(each, target, scratch) for each in batch])
             transfer.run()
             received, transfer = received + sum(each.size_bytes for each in batch), None
+
+
+def allocated_bytes(directory: Path) -> int:
+    """Return the bytes on the disk of the files below ``directory``: a partial file has holes where chunks are missing."""
+    return sum(path.stat().st_blocks * _BLOCK_BYTES for path in directory.rglob("*") if path.is_file())
 
 
 class _PartialFile:
@@ -169,7 +176,7 @@ class _PartialFile:
 class _Transfer:
     """The transfer of some files by threads."""
 
-    def __init__(self, source: ModelSource, files: Sequence[_PartialFile]) -> None:
+    def __init__(self, source: RangeSource, files: Sequence[_PartialFile]) -> None:
         self._source = source
         self._files = files
         self._stop = threading.Event()
