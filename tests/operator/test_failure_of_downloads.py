@@ -21,7 +21,8 @@ from pki import Authority
 from skiff_operator.failure import diagnose
 from skiff_operator.redact import redact
 from skiff_runtime.errors import FetchError
-from skiff_runtime.sources import directory_cache, model_source, object_store, registry, retries
+from skiff_runtime.sources import directory_cache, model_source, object_store, registry
+from skiff_runtime.transfer import retries
 from skiff_runtime.sources.fetch import fetch_model
 
 RUNTIME = Path(__file__).parents[2] / "runtime/skiff_runtime"
@@ -271,7 +272,7 @@ SAMPLES: Final = {
 
 def messages() -> Iterator[str]:
     """Yield each message in the code of the sources, with samples of the values."""
-    for path in sorted((RUNTIME / "sources").glob("*.py")):
+    for path in sorted([*(RUNTIME / "sources").glob("*.py"), *(RUNTIME / "transfer").glob("*.py")]):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func) in (
                 "FetchError",
