@@ -25,7 +25,7 @@ def served(address: str, page: MetricsPage) -> Iterator[None]:
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            page.reads += 1
+            page.reads += self.path == "/metrics"
             self.send_response(200 if self.path == "/metrics" else 404)
             self.end_headers()
             self.wfile.write(b"# The rest arrives later.\n")
