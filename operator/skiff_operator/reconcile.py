@@ -113,7 +113,7 @@ class Reconciler:
         entry.manifests = None
         await self._report(key, entry, self._pending(key, entry))
         if entry.analyzed_baseline and outcome.stage is None:
-            seconds = self._settings.rollout_metrics_seconds
+            seconds = self._settings.rollout_metrics_seconds  # the pods are read again
             outcome = Outcome(again_seconds=min(outcome.again_seconds or seconds, seconds))
         return (
             outcome

@@ -230,14 +230,17 @@ def measure(analysis: Analysis, tally: Tally, min_requests: int, *, from_the_sta
     The baseline is what the old revision served since the rollout began, because load and prompts were then as they are
     now, and all that its pods have ever served where that is less than `min_requests`. A process that has not read the
     old pods `from_the_start` may have missed some, so it keeps the figures of the process before it, if those suffice.
+    Until the new revision has served something, sufficient figures stay as they are, because each change is a write.
     """
     baseline, known = analysis.baseline, analysis.baseline.requests
+    counts = tally.total(analysis.candidate.revision)
     recent, total = tally.recent(baseline.revision), tally.total(baseline.revision)
-    if total.requests and (from_the_start or known < min(min_requests, total.requests)):
+    scarce = known < min(min_requests, total.requests)
+    if scarce or (from_the_start and counts.requests):
         requests = recent if recent.requests >= min_requests else total
         timed = recent if recent.timed >= min_requests else total
         baseline = _figures(baseline.revision, requests, timed, min_requests)
-    candidate, counts = analysis.candidate, tally.total(analysis.candidate.revision)
+    candidate = analysis.candidate
     if counts.requests:
         candidate = _figures(candidate.revision, counts, counts, min_requests)
     return msgspec.structs.replace(analysis, candidate=candidate, baseline=baseline)

@@ -16,7 +16,7 @@ import msgspec
 
 from skiff_operator import rollout_analysis
 from skiff_operator.cache import Entry
-from skiff_operator.pod_metrics import read_pages
+from skiff_operator.pod_metrics import read_metrics
 from skiff_operator.rollout_analysis import Analysis, Situation, Tally, Verdict
 from skiff_operator.settings import Settings
 from skiff_operator.spec import RolloutAnalysis
@@ -63,7 +63,8 @@ class RolloutAnalyzer:
             self.forget(key)
             return None
         reading = self._readings.setdefault(key, _Reading(Tally()))
-        self._read_if_due(reading, entry, analysis)
+        if not entry.service.spec.rollout.paused:
+            self._read_if_due(reading, entry, analysis)
         limits = entry.service.spec.rollout.analysis
         from_the_start = reading.began == analysis.baseline.revision
         analysis = rollout_analysis.measure(
@@ -109,9 +110,8 @@ class RolloutAnalyzer:
 
     async def _read(self, reading: _Reading, pods: list[PodState]) -> None:
         async with self._slots:
-            pages = await read_pages([pod.ip for pod in pods])
-        for pod, page in zip(pods, pages, strict=True):
-            counts = None if page is None else rollout_analysis.read(page)
+            found = await read_metrics([pod.ip for pod in pods], rollout_analysis.read)
+        for pod, counts in zip(pods, found, strict=True):
             if counts is not None:
                 reading.tally.record(pod.uid, pod.revision, counts)
 

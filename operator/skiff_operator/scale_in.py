@@ -12,7 +12,7 @@ from skiff_operator.client import MERGE_PATCH, Client
 from skiff_operator.errors import OperatorError
 from skiff_operator.kinds import POD
 from skiff_operator.log import logger
-from skiff_operator.pod_metrics import read_pages
+from skiff_operator.pod_metrics import read_metrics
 from skiff_operator.resources.metadata import label_selector, selector
 from skiff_operator.spec import InferenceService
 
@@ -39,8 +39,7 @@ class ScaleIn:
             if len(ready) > MAX_PODS:
                 logger.info("scaled in without deletion costs", extra={**where, "pods": len(ready)})
                 return
-            pages = await read_pages([pod["status"]["podIP"] for pod in ready])
-            costs = [_read_cost(page) for page in pages]
+            costs = await read_metrics([pod["status"]["podIP"] for pod in ready], _read_cost)
             changed = [(pod, cost) for pod, cost in zip(ready, costs, strict=True) if _cost(pod) != cost]
             for pod, cost in changed:
                 await self._annotate(pod, cost)
@@ -69,7 +68,6 @@ def _cost(pod: dict[str, Any]) -> str | None:
     return cost
 
 
-def _read_cost(page: str | None) -> str | None:
-    """Return the cost of a pod from its page of metrics; None for a pod that did not answer."""
-    cost = None if page is None else deletion_cost.from_metrics(page)
+def _read_cost(page: str) -> str | None:
+    cost = deletion_cost.from_metrics(page)
     return None if cost is None else str(cost)

@@ -245,13 +245,16 @@ def test_the_baseline_is_what_the_old_pods_serve_beside_the_new_ones() -> None:
     """A revision that is rolled out because the old one is overloaded is compared with the overload."""
     tally = Tally()
     tally.record("a", "old", counts(10_000, 0, {0.2: 10_000}))
-    assert measured(ROLLING, tally).baseline == Figures("old", 10_000, 0, 0.25)
+    begun = measured(ROLLING, tally)
+    assert begun.baseline == Figures("old", 10_000, 0, 0.25)
     tally.record("a", "old", counts(10_099, 50, {0.2: 10_000, 9.0: 99}))
-    assert measured(ROLLING, tally).baseline.requests == 10_099, "too few of them"
-    tally.record("a", "old", counts(10_100, 50, {0.2: 10_000, 9.0: 100}))
-    assert measured(ROLLING, tally).baseline == Figures("old", 100, 50, 10.0)
+    assert measured(begun, tally) == begun, "nothing is written before the new revision serves"
     tally.record("b", "new", counts(20, 1, {0.2: 20}))
-    assert measured(ROLLING, tally).candidate == Figures("new", 20, 1)
+    served = measured(begun, tally)
+    assert served.baseline.requests == 10_099, "too few since the rollout began"
+    assert served.candidate == Figures("new", 20, 1)
+    tally.record("a", "old", counts(10_100, 50, {0.2: 10_000, 9.0: 100}))
+    assert measured(served, tally).baseline == Figures("old", 100, 50, 10.0)
 
 
 def test_a_new_leader_goes_on_with_the_figures_of_the_old_pods() -> None:
