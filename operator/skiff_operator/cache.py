@@ -71,8 +71,7 @@ class Entry(msgspec.Struct):
     `desired` is derived from `service` on first use; `manifests` holds the built objects while some are missing.
     `problem` is the last refusal of the API server. `decision` is the strategy that was chosen for the rollout to the
     desired revision; after a restart, the Deployment's own record of it counts. `analysis` is the one of its rollout, which
-    the next status shows. `restarts` counts restarts of containers
-    that this process observed.
+    the next status shows. `restarts` counts restarts of containers that this process observed.
     """
 
     service: InferenceService | None = None

@@ -40,7 +40,7 @@ _REQUESTS: Final = f"{contract.METRIC_REQUESTS}{{"
 _FINISHED: Final = 'outcome="finished"'
 _FAILED: Final = 'outcome="failed"'
 _BUCKET: Final = re.compile(rf'{contract.METRIC_TTFT}_bucket{{le="([^"]+)"}}')
-_MAX_COUNT: Final = 1e15
+_MAX_COUNT: Final = 1e12
 _MAX_BUCKETS: Final = 64
 _MAX_PODS: Final = 1024
 
@@ -301,10 +301,13 @@ def _compare_ttft(limits: RolloutAnalysis, candidate: Counts, baseline: Figures)
 
 
 def wilson_interval(hits: int, trials: int) -> tuple[float, float]:
-    """Return Wilson's score interval of a proportion at `STANDARD_DEVIATIONS`; all of 0 to 1 without trials."""
-    if trials == 0:
+    """Return Wilson's score interval of a proportion at `STANDARD_DEVIATIONS`; all of 0 to 1 without trials.
+
+    A page of metrics that contradicts itself may have more hits than trials, which count as all of them.
+    """
+    if trials <= 0:
         return 0.0, 1.0
-    z2, share = STANDARD_DEVIATIONS**2, hits / trials
+    z2, share = STANDARD_DEVIATIONS**2, min(max(hits / trials, 0.0), 1.0)
     centre = (share + z2 / (2 * trials)) / (1 + z2 / trials)
     spread = math.sqrt(share * (1 - share) / trials + z2 / (4 * trials**2))
     half = STANDARD_DEVIATIONS * spread / (1 + z2 / trials)

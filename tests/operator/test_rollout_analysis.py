@@ -71,6 +71,13 @@ def test_wilsons_interval_has_its_closed_forms() -> None:
     assert wilson_interval(0, 0) == (0.0, 1.0)
 
 
+def test_a_page_that_contradicts_itself_does_no_harm() -> None:
+    impossible = Counts(1000, 5000, {1.0: 9000, 2.5: 9000, math.inf: 1000})
+    assert reason(impossible, old(p90=0.25)) == "ErrorRate"
+    assert reason(impossible, old(400, 4000, 0.25)) == ""
+    assert reason(Counts(-5, 3), old(-1, 2)) == ""
+
+
 @pytest.mark.parametrize(
     ("candidate", "baseline", "limits", "verdict"),
     [
