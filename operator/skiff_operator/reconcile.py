@@ -112,14 +112,12 @@ class Reconciler:
             outcome = Outcome(again_seconds=status.slow_in_seconds(_facts(key, entry, []), clock()))
         entry.manifests = None
         await self._report(key, entry, self._pending(key, entry))
-        if entry.analyzed_baseline and outcome.stage is None:
+        if outcome.stage is not None:
+            return outcome
+        if entry.analyzed_baseline:
             seconds = self._settings.rollout_metrics_seconds  # the pods are read again
             outcome = Outcome(again_seconds=min(outcome.again_seconds or seconds, seconds))
-        return (
-            outcome
-            if outcome.stage is not None
-            else await self._roll_back(key, entry, desired, outcome, worse)
-        )
+        return await self._roll_back(key, entry, desired, outcome, worse)
 
     async def _renew(self, key: Key, entry: Entry, target: Target) -> None:
         """Bring an existing revision into force again."""

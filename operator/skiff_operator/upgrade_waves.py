@@ -1,8 +1,8 @@
 """Upgrade waves: a few InferenceServices at a time adopt the pod template that this operator builds.
 
-A service keeps its turn until it is Ready with the new template, and until its rollout has passed its analysis if
-that is on. One that fails keeps it for good, so that a bad
-template stops after the first wave. A new leader reads from the revisions which services have a turn.
+A service keeps its turn until it is Ready with the new template, and until the analysis of its rollout has ended if that
+is on. One that fails keeps it for good, so that a bad template stops after the first wave. A new leader reads from the
+revisions which services have a turn.
 """
 
 from skiff_operator import revisions
