@@ -21,7 +21,8 @@ REGISTRY: Final = "registry"
 RATE: Final = 10.0
 QUIET_SECONDS: Final = 3.0
 SETTLE_SECONDS: Final = 240.0
-ANALYSIS: Final = {"minRequests": 10, "observationSeconds": 5}
+ANALYSIS: Final = {"minRequests": 10, "observationSeconds": 25}
+"""The pods are read every 10 s, and so at least once in an observation."""
 
 
 @pytest.fixture
