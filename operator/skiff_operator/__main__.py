@@ -24,6 +24,7 @@ from skiff_operator.nodes import Nodes
 from skiff_operator.observe import Observer
 from skiff_operator.pod_events import PodEvents
 from skiff_operator.reconcile import Reconciler
+from skiff_operator.rollout_analyzer import RolloutAnalyzer
 from skiff_operator.room import RoomFinder
 from skiff_operator.scale_in import ScaleIn
 from skiff_operator.settings import Settings, from_arguments
@@ -62,9 +63,10 @@ async def serve(settings: Settings) -> None:
     applier = Applier(client, observer, reporter=settings.identity)
     nodes, pod_events = Nodes(client, settings), PodEvents(client, settings)
     chooser = StrategyChooser(RoomFinder(client, settings), pod_events)
+    analyzer = RolloutAnalyzer(settings)
     index = Index() if settings.model_caches else None
     reconciler = Reconciler(
-        observer, applier, nodes, pod_events, chooser, ScaleIn(client), settings, model_caches=index
+        observer, applier, nodes, pod_events, chooser, ScaleIn(client), analyzer, settings, model_caches=index
     )
     controller = Controller(observer, reconciler, streams, settings)
     metrics.registry.register(metrics.ObjectsCollector(cache))
@@ -80,6 +82,7 @@ async def serve(settings: Settings) -> None:
             await _until_first(lead, _signalled())
     finally:
         await controller.startups.close()
+        await analyzer.close()
         await client.close()
 
 

@@ -11,6 +11,7 @@ import msgspec
 from skiff_operator.errors import InvalidSpec
 from skiff_operator.kinds import CONTROLLER_REVISION, DEPLOYMENT, INFERENCE_SERVICE, POD, Kind
 from skiff_operator.revisions import Observed, Revision, Target
+from skiff_operator.rollout_analysis import Analysis
 from skiff_operator.rollout_strategy import Choice
 from skiff_operator.spec import InferenceService
 from skiff_operator.status import Problem, Status
@@ -69,8 +70,8 @@ class Entry(msgspec.Struct):
     `service` is None while the object is absent or its spec was never valid; then `invalid` may hold the error.
     `desired` is derived from `service` on first use; `manifests` holds the built objects while some are missing.
     `problem` is the last refusal of the API server. `decision` is the strategy that was chosen for the rollout to the
-    desired revision; after a restart, the Deployment's own record of it counts. `restarts` counts restarts of containers
-    that this process observed.
+    desired revision; after a restart, the Deployment's own record of it counts. `analysis` is the one of its rollout, which
+    the next status shows. `restarts` counts restarts of containers that this process observed.
     """
 
     service: InferenceService | None = None
@@ -88,6 +89,7 @@ class Entry(msgspec.Struct):
     revisions: dict[str, Revision] = msgspec.field(default_factory=dict)
     decision: Choice | None = None
     pods: dict[str, PodState] = msgspec.field(default_factory=dict)
+    analysis: Analysis | None = None
     restarts: int = 0
 
     @property
@@ -96,6 +98,18 @@ class Entry(msgspec.Struct):
         if self.decision is not None or self.rollout is None:
             return self.decision
         return Choice(self.rollout.revision, self.rollout.replace_reason)
+
+    @property
+    def last_analysis(self) -> Analysis | None:
+        """The analysis of the last rollout, by this process or by the one before it."""
+        written = self.status.analysis if self.status is not None else None
+        return self.analysis or written
+
+    @property
+    def analyzed_baseline(self) -> str:
+        """The revision to which the rollout that is being analyzed may have to return; empty without one."""
+        analysis = self.last_analysis
+        return analysis.baseline.revision if analysis is not None and analysis.active else ""
 
     @property
     def present(self) -> bool:
@@ -118,6 +132,7 @@ class Entry(msgspec.Struct):
             live_spec_hash=rollout.spec_hash if rollout else "",
             settled_revision=status.update_revision if status is not None and settled else "",
             current_revision=status.current_revision if status is not None else "",
+            baseline_revision=self.last_analysis.baseline.revision if self.last_analysis else "",
         )
 
     def own_revisions(self) -> tuple[Revision, ...]:
@@ -151,6 +166,7 @@ class Entry(msgspec.Struct):
     def clear(self) -> None:
         """Forget the InferenceService itself; its children may still exist."""
         self.service = self.status = self.desired = self.manifests = self.problem = self.invalid = None
+        self.analysis = None
         self.uid, self.deleting, self.decision = "", False, None
 
     @property

@@ -9,6 +9,7 @@ their KV caches, which requests would have to compute again elsewhere.
 import math
 from typing import Final
 
+from skiff_operator.metrics_page import samples
 from skiff_runtime import contract
 
 ANNOTATION: Final = "controller.kubernetes.io/pod-deletion-cost"
@@ -26,23 +27,13 @@ def from_metrics(page: str) -> int | None:
     """
     requests: float | None = None
     total = free = 0.0
-    for line in page.splitlines():
-        name, _, value = line.rpartition(" ")
-        if name == contract.METRIC_IN_FLIGHT:
-            requests = _number(value)
-        elif name.startswith(_PAGES):
-            pages = _number(value) or 0.0
-            total += pages
-            free += pages if name == _FREE_PAGES else 0.0
+    for series, value in samples(page):
+        if series == contract.METRIC_IN_FLIGHT:
+            requests = value
+        elif series.startswith(_PAGES):
+            total += value
+            free += value if series == _FREE_PAGES else 0.0
     if requests is None:
         return None
     warmth = math.ceil(999 * (total - free) / total) if total else 0
     return int(min(requests, _MAX_REQUESTS)) * _REQUEST_COST + warmth
-
-
-def _number(text: str) -> float | None:
-    try:
-        value = float(text)
-    except ValueError:
-        return None
-    return value if 0 <= value < float("inf") else None

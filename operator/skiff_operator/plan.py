@@ -144,6 +144,13 @@ def scales_in(entry: Entry, desired: DesiredState, steps: list[Step]) -> bool:
     return fewer and any((step.action, step.kind) == ("update", DEPLOYMENT) for step in steps)
 
 
+def begins_rollout(entry: Entry, desired: DesiredState, steps: list[Step]) -> bool:
+    """Return whether one of `steps` gives the Deployment another pod template."""
+    if entry.rollout is None or entry.rollout.revision == desired.deployed:
+        return False
+    return any((step.action, step.kind) == ("update", DEPLOYMENT) for step in steps)
+
+
 def first_stage(pending: list[Step]) -> tuple[list[Step], Stage]:
     """Return the steps of the most urgent stage, and the next stage after them."""
     if not pending:
@@ -154,10 +161,10 @@ def first_stage(pending: list[Step]) -> tuple[list[Step], Stage]:
 
 
 def _history_steps(entry: Entry, desired: DesiredState) -> list[Step]:
-    """Return the deletions of revisions beyond the history limit. A revision that has pods is kept."""
+    """Return the deletions of revisions beyond the history limit. One that has pods, or may get them back, is kept."""
     if desired.target is None or entry.service is None:
         return []
-    in_use = {pod.revision for pod in entry.pods.values()}
+    in_use = {entry.analyzed_baseline, *(pod.revision for pod in entry.pods.values())}
     if entry.status is not None:
         in_use.add(entry.status.current_revision)
     limit = entry.service.spec.rollout.revision_history_limit
@@ -167,7 +174,9 @@ def _history_steps(entry: Entry, desired: DesiredState) -> list[Step]:
 
 
 def _is_unused(entry: Entry, desired: DesiredState, key: tuple[Kind, str]) -> bool:
-    if key in desired.used or any(key in pod.used for pod in entry.pods.values()):
+    used = [desired.used, *(pod.used for pod in entry.pods.values())]
+    used += [each.used for each in entry.own_revisions() if each.revision == entry.analyzed_baseline]
+    if any(key in each for each in used):
         return False
     rolled_out = entry.rollout is not None and entry.rollout.complete
     made = [(child, entry.children.get(child)) for child in desired.digests if child[0] == DEPLOYMENT]

@@ -15,6 +15,8 @@ from skiff_operator.pod_events import PodEvents
 from skiff_operator.resources import containers, controller_revision, deployment, pod
 from skiff_operator.resources import service as service_builder
 from skiff_operator.revisions import Target
+from skiff_operator.rollout_analysis import Verdict
+from skiff_operator.rollout_analyzer import RolloutAnalyzer
 from skiff_operator.scale_in import ScaleIn
 from skiff_operator.settings import Settings
 from skiff_operator.strategy_chooser import StrategyChooser, may_be_stuck
@@ -44,14 +46,15 @@ class Reconciler:
         pod_events: PodEvents,
         chooser: StrategyChooser,
         scale_in: ScaleIn,
+        analyzer: RolloutAnalyzer,
         settings: Settings,
         *,
         model_caches: Index | None = None,
     ) -> None:
         """Read through `observer`, `nodes` and `pod_events`, write through `applier`.
 
-        `chooser` chooses rollout strategies, `scale_in` the pods that a scale-in takes; `model_caches` are None if they
-        are off.
+        `chooser` chooses rollout strategies, `scale_in` the pods that a scale-in takes, and `analyzer` compares revisions;
+        `model_caches` are None if they are off.
         """
         self._model_caches = model_caches
         self._observer = observer
@@ -60,6 +63,7 @@ class Reconciler:
         self._pod_events = pod_events
         self._chooser = chooser
         self._scale_in = scale_in
+        self._analyzer = analyzer
         self._settings = settings
         self._waves = UpgradeWaves(observer.cache, settings)
 
@@ -71,6 +75,7 @@ class Reconciler:
         """
         entry = self._observer.cache.get(key)
         if entry is None or not entry.present or entry.deleting:
+            self._analyzer.forget(key)
             return Outcome()
         self._choose_model_cache(entry)
         try:
@@ -78,6 +83,7 @@ class Reconciler:
             if desired.target is not None and desired.target.renew:
                 await self._renew(key, entry, desired.target)
                 return Outcome(stage=Stage.CHILDREN)
+            worse = self._analyzer.analyze(key, entry, clock())
             pending = plan.steps(entry, desired)
             if pending and self._chooser.is_due(entry, desired.deployed):
                 await self._choose_strategy(key, entry, desired)
@@ -90,6 +96,8 @@ class Reconciler:
         steps, later = plan.first_stage(pending)
         if entry.service is not None and plan.scales_in(entry, desired, steps):
             await self._scale_in.prepare(entry.service)
+        if plan.begins_rollout(entry, desired, steps):
+            await self._analyzer.begin(key, entry)
         failures = await self._applier.run(key, entry, steps, goal)
         if failures:
             # This stage cannot complete now, so later stages gain nothing by waiting for it.
@@ -104,7 +112,12 @@ class Reconciler:
             outcome = Outcome(again_seconds=status.slow_in_seconds(_facts(key, entry, []), clock()))
         entry.manifests = None
         await self._report(key, entry, self._pending(key, entry))
-        return outcome if outcome.stage is not None else await self._roll_back(key, entry, desired, outcome)
+        if outcome.stage is not None:
+            return outcome
+        if entry.analyzed_baseline:
+            seconds = self._settings.rollout_metrics_seconds  # the pods are read again
+            outcome = Outcome(again_seconds=min(outcome.again_seconds or seconds, seconds))
+        return await self._roll_back(key, entry, desired, outcome, worse)
 
     async def _renew(self, key: Key, entry: Entry, target: Target) -> None:
         """Bring an existing revision into force again."""
@@ -113,10 +126,12 @@ class Reconciler:
         patch = revisions.renewal(entry.service, target, entry.own_revisions())
         await self._applier.change_revision(key, target.name, uid, patch)
 
-    async def _roll_back(self, key: Key, entry: Entry, desired: DesiredState, otherwise: Outcome) -> Outcome:
+    async def _roll_back(
+        self, key: Key, entry: Entry, desired: DesiredState, otherwise: Outcome, worse: Verdict | None
+    ) -> Outcome:
         """Mark the revision in force as failed when it must be rolled back; the next reconcile chooses another one."""
         target = desired.target
-        reason = rollback.reason(entry, target, clock(), self._settings.rollback_after_seconds)
+        reason = rollback.reason(entry, target, clock(), self._settings.rollback_after_seconds, worse)
         if not reason or target is None:
             return otherwise
         uid = entry.children[(CONTROLLER_REVISION, target.name)].uid
@@ -316,6 +331,8 @@ def _facts(
         obstacle=obstacle,
         draining=tuple(pod for pod in entry.pods.values() if ours and pod.terminating),
         announcement=_announcement(entry),
+        restored=target.deployed if target and target.failed else "",
+        analysis=entry.last_analysis,
     )
 
 

@@ -80,6 +80,7 @@ class Observed(NamedTuple):
     """The inputs of a choice: revisions of this InferenceService, and its Deployment's template if that is ours.
 
     `settled_revision` is the revision of the last status, if that status is about the present generation.
+    `current_revision` is the last one that was Ready, and `baseline_revision` the one before it, with which it is compared.
     """
 
     revisions: tuple[Revision, ...] = ()
@@ -87,6 +88,7 @@ class Observed(NamedTuple):
     live_spec_hash: str = ""
     settled_revision: str = ""
     current_revision: str = ""
+    baseline_revision: str = ""
 
 
 def spec_hash(service: InferenceService) -> str:
@@ -237,9 +239,12 @@ def _stored(
 
 
 def _last_good(failed: Revision, observed: Observed) -> Revision | None:
-    """Return the revision to return to: the last one that was Ready, else the newest that has not failed."""
+    """Return the revision to return to: the last one that was Ready before, else the newest that has not failed."""
     sound = tuple(each for each in observed.revisions if not each.failed and each.number < failed.number)
-    ready = tuple(each for each in sound if each.revision == observed.current_revision)
+    was_ready = observed.current_revision
+    if was_ready == failed.revision:
+        was_ready = observed.baseline_revision
+    ready = tuple(each for each in sound if each.revision == was_ready)
     return newest(ready or sound)
 
 

@@ -1,7 +1,8 @@
 """Automatic rollback: the decision that a revision has failed while an older one served. Pure: the time is an argument.
 
-A revision has failed when the Deployment's progress deadline is over, or when its pods have been in trouble for a
-while. One crash is no failure: a server may start again after an outage of the hub, and a Secret may arrive late.
+A revision has failed when the Deployment's progress deadline is over, when its pods have been in trouble for a while, or
+when they serve worse than the older one's (`rollout_analysis`). One crash is no failure: a server may start again after
+an outage of the hub, and a Secret may arrive late.
 """
 
 import datetime
@@ -9,6 +10,7 @@ from typing import Final
 
 from skiff_operator.cache import Entry
 from skiff_operator.revisions import Target
+from skiff_operator.rollout_analysis import Verdict
 from skiff_operator.status import DEGRADED, ROLLED_BACK, Problem
 
 _FAILURES: Final = frozenset(
@@ -18,10 +20,13 @@ _FAILURES: Final = frozenset(
 _REASON_CHARACTERS: Final = 512
 
 
-def reason(entry: Entry, target: Target | None, now: str, after_seconds: float) -> str:
+def reason(
+    entry: Entry, target: Target | None, now: str, after_seconds: float, worse: Verdict | None = None
+) -> str:
     """Return the reason why the revision in force must be rolled back at `now`; empty when it must not.
 
-    A failure must have lasted `after_seconds`, which the last written status shows.
+    A failure must have lasted `after_seconds`, which the last written status shows. `worse`: it serves worse than the one
+    before it.
     """
     service, status = entry.service, entry.status
     if service is None or status is None or target is None or target.failed:
@@ -29,6 +34,8 @@ def reason(entry: Entry, target: Target | None, now: str, after_seconds: float) 
     policy = service.spec.rollout
     if not policy.auto_rollback or policy.paused or service.spec.replicas == 0:
         return ""
+    if worse is not None:
+        return _shortened(f"{worse.reason}: {worse.message}")
     if status.current_revision in ("", target.revision) or not _has(entry, status.current_revision):
         return ""
     if entry.rollout is not None and entry.rollout.stalled:
@@ -49,9 +56,7 @@ def reason(entry: Entry, target: Target | None, now: str, after_seconds: float) 
 def problem(name: str, target: Target) -> Problem:
     """Return what the status reports after a rollback: the reason, and the way out."""
     way_out = f"change the spec, or try it again with `skiff rollout restart {name}`"
-    message = (
-        f"revision {target.revision} failed: {target.failed}; revision {target.deployed} serves; {way_out}"
-    )
+    message = f"revision {target.revision} failed: {target.failed}; revision {target.deployed} replaces it; {way_out}"
     return Problem(ROLLED_BACK, message)
 
 

@@ -119,6 +119,22 @@ class Drain(_Strict, frozen=True):
     timeout_seconds: int = 60
 
 
+class RolloutAnalysis(_Strict, frozen=True):
+    """The comparison of a new revision's requests with the old one's, for automatic rollback.
+
+    `min_requests`: fewer requests of the new revision prove nothing. The others say how much worse it may be: both a
+    floor and a multiple of the old revision's figure must be exceeded. `observation_seconds`: after the rollout.
+    """
+
+    enabled: bool = True
+    min_requests: int = 100
+    max_error_percent: int = 5
+    max_error_ratio: int = 3
+    max_ttft_increase_milliseconds: int = msgspec.field(name="maxTTFTIncreaseMilliseconds", default=1000)
+    max_ttft_ratio: int = msgspec.field(name="maxTTFTRatio", default=3)
+    observation_seconds: int = 600
+
+
 class RolloutPolicy(_Strict, frozen=True):
     """The way in which pods of a new revision take the place of older ones; amounts are pods, or percentages of them.
 
@@ -131,6 +147,7 @@ class RolloutPolicy(_Strict, frozen=True):
     progress_deadline_seconds: int | None = None
     paused: bool = False
     auto_rollback: bool = False
+    analysis: RolloutAnalysis = RolloutAnalysis()
     revision_history_limit: int = 10
 
 

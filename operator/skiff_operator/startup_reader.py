@@ -6,7 +6,6 @@ a mesh, `status.startup` merely lacks the steps inside the server. So there are 
 """
 
 import asyncio
-import ipaddress
 from collections.abc import Callable
 from typing import Final
 
@@ -16,6 +15,7 @@ import msgspec
 from skiff_operator import metrics, startup
 from skiff_operator.log import logger
 from skiff_operator.observe import Observer, ReconcileRequest, StartedPod
+from skiff_operator.pod_metrics import url_host
 from skiff_operator.response_body import read_body
 from skiff_operator.workqueue import Key
 from skiff_runtime import contract
@@ -49,7 +49,7 @@ class StartupReader:
     def begin(self, key: Key, pod: StartedPod) -> None:
         """Observe a pod that has become ready, and read its report in the background."""
         _observe(pod.startup)
-        if not self._enabled or len(self._tasks) >= _PENDING or not _is_address(pod.ip):
+        if not self._enabled or len(self._tasks) >= _PENDING or not url_host(pod.ip):
             return
         task = asyncio.create_task(self._complete(key, pod))
         self._tasks.add(task)
@@ -90,12 +90,13 @@ def _observe(started: startup.PodStartup) -> None:
 
 async def _get(ip: str, port: int) -> bytes:
     """Return the body of /startupz. Raises `ValueError` for one that is too long or no success."""
-    host = f"[{ip}]" if ":" in ip else ip
     async with (
         aiohttp.ClientSession(
             timeout=_TIMEOUT, trust_env=False, cookie_jar=aiohttp.DummyCookieJar()
         ) as session,
-        session.get(f"http://{host}:{port}{contract.PATH_STARTUPZ}", allow_redirects=False) as response,
+        session.get(
+            f"http://{url_host(ip)}:{port}{contract.PATH_STARTUPZ}", allow_redirects=False
+        ) as response,
     ):
         if response.status != 200:
             raise ValueError(f"/startupz answered {response.status}")
@@ -103,12 +104,3 @@ async def _get(ip: str, port: int) -> bytes:
         if len(body) > _MAX_BYTES:
             raise ValueError(f"/startupz sent more than {_MAX_BYTES} bytes")
         return body
-
-
-def _is_address(text: str) -> bool:
-    """Return whether the text is an IP address, so that it cannot change the meaning of the URL."""
-    try:
-        ipaddress.ip_address(text)
-    except ValueError:
-        return False
-    return "%" not in text

@@ -7,6 +7,7 @@ from typing import Final
 import msgspec
 
 from skiff_operator import rollout_blockers
+from skiff_operator.rollout_analysis import Analysis
 from skiff_operator.startup import PodStartup
 from skiff_operator.workload import Crash, PodState, Rollout
 from skiff_runtime import contract
@@ -91,6 +92,12 @@ class Status(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
     current_revision: str = ""
     last_failure: LastFailure | None = None
     startup: PodStartup | None = None
+    analysis: Analysis | None = None
+
+    @property
+    def analyzing(self) -> bool:
+        """Return whether a rollout is being compared with the revision before it."""
+        return self.analysis is not None and self.analysis.active
 
     @property
     def rolling_out(self) -> bool:
@@ -112,7 +119,7 @@ class Facts:
     `shortage` is a message when no node could hold a pod, `obstacle` an Event about a pod whose containers are not
     created. `draining` are the pods that are being deleted, and `announcement` describes a rollout that replaces pods
     in place. `outdated` is the version of the operator whose template the pods keep, if this one would build another.
-    `paused`: the Deployment replaces no pods.
+    `paused`: the Deployment replaces no pods. `restored`: the revision to which a rollback returned, or empty.
 
     The rest is derived. `live` are the pods that have not terminated, `new_pods` those of them that have the desired
     revision, and `older` the others; `new_ready` is the number of new pods that are ready. `placed` is true if a new
@@ -135,6 +142,8 @@ class Facts:
     obstacle: Problem | None = None
     draining: tuple[PodState, ...] = ()
     announcement: str = ""
+    restored: str = ""
+    analysis: Analysis | None = None
     live: list[PodState] = field(init=False)
     new_pods: list[PodState] = field(init=False)
     older: list[PodState] = field(init=False)
@@ -160,7 +169,7 @@ def report(facts: Facts, previous: Status | None, now: str) -> Status:
     """Compute the status of an InferenceService at `now` (RFC 3339) from the facts and the last written status."""
     concerned = _concerned(facts, now)
     trouble = facts.problem or _pod_trouble(facts, concerned, now)
-    completed = facts.revision if facts.serves else previous.current_revision if previous else ""
+    completed = _completed(facts, previous)
     verdicts = (
         _ready(facts, trouble, completed),
         _model_ready(facts, trouble),
@@ -182,7 +191,18 @@ def report(facts: Facts, previous: Status | None, now: str) -> Status:
         current_revision=completed,
         last_failure=_last_failure(facts, concerned, previous),
         startup=_startup(facts, previous),
+        analysis=facts.analysis,
     )
+
+
+def _completed(facts: Facts, previous: Status | None) -> str:
+    """Return the last revision that was Ready; after a rollback the restored one, once it alone serves."""
+    if facts.serves:
+        return facts.revision
+    restored = [pod for pod in facts.live if pod.revision == facts.restored]
+    if facts.restored and len(restored) == len(facts.live) and any(pod.ready for pod in restored):
+        return facts.restored
+    return previous.current_revision if previous else ""
 
 
 _Verdict = tuple[str, bool, str, str]

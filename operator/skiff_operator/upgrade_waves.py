@@ -1,7 +1,8 @@
 """Upgrade waves: a few InferenceServices at a time adopt the pod template that this operator builds.
 
-A service keeps its turn until it is Ready with the new template. One that fails keeps it for good, so that a bad
-template stops after the first wave. A new leader reads from the revisions which services have a turn.
+A service keeps its turn until it is Ready with the new template, and until the analysis of its rollout has ended if that
+is on. One that fails keeps it for good, so that a bad template stops after the first wave. A new leader reads from the
+revisions which services have a turn.
 """
 
 from skiff_operator import revisions
@@ -50,7 +51,7 @@ class UpgradeWaves:
             entry is not None
             and last is not None
             and last.cause == revisions.WAVE
-            and not (_is_ready(entry) and entry.status and entry.status.current_revision == last.revision)
+            and not _completed(entry, last.revision)
         )
 
     def _is_done(self, key: Key) -> bool:
@@ -59,9 +60,15 @@ class UpgradeWaves:
         if entry is None or not entry.present:
             return True
         target = None if entry.desired is None else entry.desired.target
-        if target is None or target.outdated or not _is_ready(entry):
-            return False
-        return entry.status is not None and entry.status.current_revision == target.revision
+        return target is not None and not target.outdated and _completed(entry, target.revision)
+
+
+def _completed(entry: Entry, revision: str) -> bool:
+    """Return whether a service is Ready with this revision, and it has passed the comparison with the one before it."""
+    status = entry.status
+    if status is None or status.analyzing:
+        return False
+    return _is_ready(entry) and status.current_revision == revision
 
 
 def _is_ready(entry: Entry) -> bool:

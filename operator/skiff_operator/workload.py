@@ -63,7 +63,7 @@ class PodState(msgspec.Struct, frozen=True, kw_only=True):
     `used`: the ServiceAccount and the claims that it uses; `restarts`: of its containers, since it exists. Of a
     `terminating` pod only what it uses still matters, and `ends_by`, the time (RFC 3339) at which its grace period ends.
     `unschedulable_since`: the time at which the scheduler first found no node for it, or empty. `placed_at`: the time at
-    which a pod got its node, until its first container is created. `startup` is set by the observer when it sees the pod
+    which a pod got its node, until its first container is created. `ip`: the address of a ready pod. `startup` is set by the observer when it sees the pod
     become ready for the first time; `begun` is True if it has seen it before that, with a server that had not started.
     """
 
@@ -81,6 +81,7 @@ class PodState(msgspec.Struct, frozen=True, kw_only=True):
     ends_by: str = ""
     unschedulable_since: str = ""
     placed_at: str = ""
+    ip: str = ""
     restarts: int = 0
     startup: PodStartup | None = None
     begun: bool = False
@@ -171,6 +172,7 @@ def read_pod(pod: dict[str, Any], *, gpu_resource: str) -> PodState:
         used=used,
         unschedulable_since=_unschedulable_since(conditions),
         placed_at=_placed_at(status, conditions),
+        ip=status.get("podIP", "") if ready else "",
         restarts=sum(container.get("restartCount", 0) for container in _containers(status)),
     )
 

@@ -1,14 +1,12 @@
 """`skiff explain`, `plan` and `top` against a cluster, and the status that they show."""
 
 import json
-import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kube import Kube, inference_service, tool, wait
+from kube import Kube, inference_service, skiff, tool, wait
 
 ROOT = Path(__file__).parents[2]
 CHAT = """
@@ -19,23 +17,6 @@ for number in range(40):
     urllib.request.urlopen(request, timeout=60).read()
 """
 STEPS = ("scheduled", "pulled", "loaded", "profiled", "captured", "ready")
-
-
-def skiff(kube: Kube, *words: str, text: str | None = None) -> tuple[int, str]:
-    """Exit code and output of `kubectl skiff` in the namespace of the tests."""
-    flags = ["--kubeconfig", kube.kubeconfig, "-n", kube.namespace]
-    paths = os.pathsep.join(str(ROOT / name) for name in ("operator", "runtime"))
-    done = subprocess.run(
-        [sys.executable, "-m", "skiff_operator.cli.main", *words, *flags],
-        input=text,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "PYTHONPATH": paths},
-        check=False,
-    )
-    print(f"$ kubectl skiff {' '.join(words)}    # {done.returncode}\n{done.stdout}{done.stderr}")
-    return done.returncode, done.stdout + done.stderr
 
 
 def test_the_startup_of_a_pod_is_in_its_status(kube: Kube, operator: Kube, llama: str) -> None:

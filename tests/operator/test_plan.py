@@ -8,6 +8,7 @@ from skiff_operator import plan, workload
 from skiff_operator.cache import Child, Entry
 from skiff_operator.kinds import (
     CLAIM,
+    CONTROLLER_REVISION,
     DEPLOYMENT,
     DISRUPTION_BUDGET,
     NETWORK_POLICY,
@@ -16,6 +17,8 @@ from skiff_operator.kinds import (
     Kind,
     Stage,
 )
+from skiff_operator.revisions import Revision
+from skiff_operator.rollout_analysis import Analysis, Figures
 from skiff_operator.settings import Settings
 from skiff_operator.spec import InferenceService
 
@@ -155,4 +158,24 @@ def test_a_claim_stays_while_a_pod_mounts_it(phase: str, stays: bool, deleted: d
         "spec": {"volumes": [volume]},
     }
     of.pods["p"] = workload.read_pod({**pod, "status": {"phase": phase}}, gpu_resource="g")
+    assert (steps(of) == []) is stays
+
+
+@pytest.mark.parametrize(("phase", "stays"), [("RollingOut", True), ("Observing", True), ("Passed", False)])
+def test_a_claim_stays_while_a_rollback_may_need_it(phase: str, stays: bool) -> None:
+    of = uncached()
+    old = Revision(
+        name="llama-1",
+        number=1,
+        revision="old",
+        base="old",
+        spec_hash="h",
+        operator_version="",
+        used=frozenset({(CLAIM, "llama-cache")}),
+    )
+    of.revisions[old.name] = old
+    of.children[(CONTROLLER_REVISION, old.name)] = msgspec.structs.replace(
+        of.children[(DEPLOYMENT, "llama")], uid="r1"
+    )
+    of.analysis = Analysis(phase, Figures("new"), Figures("old"))
     assert (steps(of) == []) is stays

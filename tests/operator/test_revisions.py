@@ -111,6 +111,8 @@ def test_a_failed_revision_yields_to_the_last_ready_one_until_it_is_asked_for_ag
     assert (target.stored, target.spec_hash, target.failed) == (known[0].name, "a", "x")
     without_status = choose(SERVICE, "bad", Observed(revisions=known))
     assert without_status.deployed == "never", "the newest that has not failed"
+    after_its_rollout = Observed(revisions=known, current_revision="bad", baseline_revision="good")
+    assert choose(SERVICE, "bad", after_its_rollout).deployed == "good"
     again = choose(requested(restarted_at="t1"), "bad", observed)
     assert again.stored == known[2].name and again.revision not in ("bad", "good") and not again.failed
     upgraded = choose(requested(upgraded_at="t1"), "bad", observed)

@@ -1,11 +1,13 @@
 """Rollouts by `kubectl skiff rollout`, and the rollback of a revision that fails, against a real API server."""
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 from apiserver import ApiServer
 from controlplane import ControlPlane
+from metrics_pages import MetricsPage, request_counts, served
 from operator_process import OperatorProcess, eventually
 from play_kubelet import REVISION, PlayKubelet
 
@@ -163,3 +165,80 @@ def test_a_revision_that_fails_is_rolled_back(api: ApiServer, start: Start, skif
     edit(api, runtime={"image": "absent:1"})
     eventually(lambda: revision(api) == absent, "the failed spec is tried again")
     assert condition(api, "Degraded")[1] != "RolledBack"
+
+
+def place(api: ApiServer, pod: Any, address: str) -> None:
+    """Give a pod an address, as its node's network does."""
+    addresses = {"podIP": address, "podIPs": [{"ip": address}]}
+    api.merge("pods", pod["metadata"]["name"], {"status": addresses}, "status")
+
+
+def analysis(api: ApiServer) -> Any:
+    """The analysis in the status; empty until there is one."""
+    return api.get("inferenceservices", "llama").get("status", {}).get("analysis", {})
+
+
+def requests(api: ApiServer) -> tuple[int, int]:
+    """The requests of the new revision that the status shows, and those that failed."""
+    found = analysis(api)["candidate"]
+    return found.get("requests", 0), found.get("failedRequests", 0)
+
+
+def test_a_revision_that_serves_worse_is_rolled_back_after_its_rollout(
+    api: ApiServer, start: Start, skiff: Run
+) -> None:
+    """The old pods are gone by then, and so is the operator that read their metrics."""
+    flags = ("--resync-seconds", "0.3", "--rollout-metrics-seconds", "0.2")
+    first = start("first", *flags)
+    first.start()
+    old, new = MetricsPage(request_counts(400)), MetricsPage(request_counts(0))
+    with ExitStack() as stack:
+        stack.enter_context(served("127.1.8.2", old))
+        stack.enter_context(served("127.1.8.3", new))
+        kubelet = create(api, rollout={"autoRollback": True, "revisionHistoryLimit": 0})
+        good = revision(api)
+        place(api, kubelet.pods()[0], "127.1.8.2")
+        edit(api, replicas=2)
+        eventually(lambda: len(kubelet.pods()) == 2, "scaling is no rollout")
+        edit(api, replicas=1)
+        eventually(lambda: condition(api, "Progressing") == ("False", "RolloutComplete"), "scaled in")
+        kubelet.remove_deleted()
+        scaled_in = old.reads
+        edit(api, runtime={"args": ["--max-running-requests=8"]})
+        bad = eventually(lambda: (found := revision(api)) != good and found, "the new template")
+        assert isinstance(bad, str)
+        assert old.reads > scaled_in, "the old pod was read before the write that begins the rollout"
+        [pod] = eventually(lambda: kubelet.pods(bad), "its pod") or []
+        place(api, pod, "127.1.8.3")
+        assert roll(api, kubelet, good) == bad
+        eventually(lambda: analysis(api).get("phase") == "Observing", "the rollout is complete")
+        eventually(lambda: condition(api, "Ready") == ("True", "Serving"), "and looks well")
+        assert analysis(api)["baseline"] == {"revision": good, "requests": 400}
+        first.stop()
+        start("second", *flags).start()
+
+        new.text = request_counts(110, 30)
+        eventually(lambda: requests(api) == (140, 30), "the figures in the status")
+        assert revision(api) == bad, "a single event proves nothing"
+        new.text = request_counts(120, 40)
+        eventually(lambda: revision(api) == good, "the old template is back")
+    figures = f"ErrorRate: error rate 40 of 160 against 0 of 400 of revision {good}"
+    eventually(lambda: condition(api, "Degraded") == ("True", "RolledBack"), "the status reports it")
+    assert figures in skiff("status")[1] and "failed: ErrorRate" in skiff("history")[1]
+    notes = eventually(
+        lambda: [each["note"] for each in api.list("events") if each["reason"] == "RolledBack"], "the Event"
+    )
+    assert notes and figures in notes[0]
+    roll_back = api.get("inferenceservices", "llama")["status"]
+    assert roll_back["analysis"]["phase"] == "Failed"
+
+    def restored() -> bool:
+        kubelet.serve(1, good)
+        kubelet.remove_deleted()
+        return not kubelet.pods(bad)
+
+    eventually(restored, "the pods of the worse revision are replaced")
+    eventually(
+        lambda: api.get("inferenceservices", "llama")["status"]["currentRevision"] == good, "it serves again"
+    )
+    assert revision(api) == good and condition(api, "Available")[0] == "True"

@@ -1,20 +1,16 @@
 """Before a scale-in each pod gets the cost of deleting it, so that the coldest goes; real pods' addresses are loopback's."""
 
-import http.server
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 from apiserver import ApiServer
+from metrics_pages import MetricsPage, served
 from operator_process import eventually
 from play_kubelet import PlayKubelet
 
 from skiff_operator import deletion_cost
 from skiff_operator.deletion_cost import ANNOTATION
-from skiff_runtime.contract import API_PORT
 
 PAGE = """# TYPE skiff_requests_in_flight gauge
 skiff_requests_in_flight {requests}
@@ -48,27 +44,6 @@ def test_requests_cost_more_than_any_cache(text: str, cost: int | None) -> None:
     assert deletion_cost.from_metrics(text) == cost
 
 
-@contextmanager
-def metrics_of(address: str, text: str) -> Iterator[None]:
-    """Serve a page of metrics at a loopback address, as a serving pod does at its own."""
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200 if self.path == "/metrics" else 404)
-            self.end_headers()
-            self.wfile.write(b"# The rest arrives later.\n")
-            time.sleep(0.05)
-            self.wfile.write(text.encode())
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with http.server.ThreadingHTTPServer((address, API_PORT), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield
-        server.shutdown()
-
-
 def scale(api: ApiServer, replicas: int) -> None:
     """Set the number of replicas as `kubectl scale` does."""
     api.merge("inferenceservices", "llama", {"spec": {"replicas": replicas}}, "scale")
@@ -94,7 +69,7 @@ def test_the_coldest_pods_go(api: ApiServer) -> None:
             addresses = {"status": {"podIP": address, "podIPs": [{"ip": address}]}}
             api.merge("pods", name, addresses, "status")
             if name in pages:
-                stack.enter_context(metrics_of(address, pages[name]))
+                stack.enter_context(served(address, MetricsPage(pages[name])))
         eventually(
             lambda: api.get("inferenceservices", "llama")["status"]["readyReplicas"] == 4, "four are ready"
         )

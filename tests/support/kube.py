@@ -1,6 +1,7 @@
 """A cluster through kubectl, as a user drives it."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -8,7 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-CLUSTER: Final = Path(__file__).parents[1] / "cluster" / "cluster.py"
+ROOT: Final = Path(__file__).parents[2]
+CLUSTER: Final = ROOT / "tests/cluster/cluster.py"
 POLL_SECONDS: Final = 0.5
 
 Object = dict[str, Any]
@@ -123,3 +125,20 @@ def inference_service(name: str, **spec: Any) -> Object:
         "metadata": {"name": name},
         "spec": {**base, **spec},
     }
+
+
+def skiff(kube: Kube, *words: str, text: str | None = None) -> tuple[int, str]:
+    """Exit code and output of `kubectl skiff` in the namespace of `kube`."""
+    flags = ["--kubeconfig", kube.kubeconfig, "-n", kube.namespace]
+    paths = os.pathsep.join(str(ROOT / name) for name in ("operator", "runtime"))
+    done = subprocess.run(
+        [sys.executable, "-m", "skiff_operator.cli.main", *words, *flags],
+        input=text,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": paths},
+        check=False,
+    )
+    print(f"$ kubectl skiff {' '.join(words)}    # {done.returncode}\n{done.stdout}{done.stderr}")
+    return done.returncode, done.stdout + done.stderr
