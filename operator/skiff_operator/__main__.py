@@ -62,7 +62,7 @@ async def serve(settings: Settings) -> None:
     applier = Applier(client, observer, reporter=settings.identity)
     nodes, pod_events = Nodes(client, settings), PodEvents(client, settings)
     chooser = StrategyChooser(RoomFinder(client, settings), pod_events)
-    index = Index() if settings.model_caches else None
+    index = Index(settings) if settings.model_caches else None
     reconciler = Reconciler(
         observer, applier, nodes, pod_events, chooser, ScaleIn(client), settings, model_caches=index
     )
