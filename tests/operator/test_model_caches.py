@@ -363,7 +363,10 @@ def test_a_claim_that_was_made_goes_with_its_cache(
 def test_prefetch_makes_a_cache_that_outlives_its_services_for_a_while(
     caches: OperatorProcess, server: ApiServer, api: ApiServer, nodes: list[str]
 ) -> None:
-    model, pool = {"uri": BUCKET}, {"nodeSelector": POOL}
+    model = {"uri": BUCKET}
+    # The taint of nodes that are not ready is gone some time after they are, and a list of nodes is used for a minute.
+    new = [{"key": "node.kubernetes.io/not-ready", "operator": "Exists"}]
+    pool = {"nodeSelector": POOL, "tolerations": new}
     for name in ("one", "two"):
         create_service(api, name, model=model, cache={"prefetch": True}, replicas=0, **pool)
     found = eventually(lambda: server.list("modelcaches"), "it is made")

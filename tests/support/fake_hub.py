@@ -10,79 +10,36 @@ import argparse
 import hashlib
 import json
 import threading
-import time
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
+from fake_source import FakeSource, Seen, SourceHandler, running
+
 LARGE_BYTES: Final = 10_000
-CHUNK_BYTES: Final = 16 << 10
 
 
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """A fault of one delivery of a file or of the listing."""
-
-    status: int | None = None
-    headers: dict[str, str] = field(default_factory=dict)
-    cut_after_bytes: int | None = None
-    corrupt: bool = False
-    body: bytes | None = None
-    ignore_range: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """A request as it arrived. ``server`` is "hub" or "storage"."""
-
-    server: str
-    method: str
-    path: str
-    headers: dict[str, str]
-
-
-class FakeHub:
+class FakeHub(FakeSource):
     """The state that both servers share. Each delivery of NAME (or "listing") takes one fault from ``faults[NAME]``."""
 
     def __init__(
         self, directory: Path, *, host: str, port: int, token: str | None, bytes_per_second: int
     ) -> None:
+        super().__init__()
         self.directory = directory
         self.token = token
         self.bytes_per_second = bytes_per_second
-        self.faults: dict[str, list[Fault]] = defaultdict(list)
-        self.seen: list[Seen] = []
-        self.lock = threading.Lock()
-        self._servers = [_server(self, "hub", host, port), _server(self, "storage", host, 0)]
-        self.port, self.storage_port = (server.server_address[1] for server in self._servers)
+        self.port = self.listen(_Handler, "hub", host, port)
+        self.storage_port = self.listen(_Handler, "storage", host)
         self.url = f"http://{host}:{self.port}"
-
-    def start(self) -> None:
-        """Serve from threads of this process."""
-        for server in self._servers:
-            threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
-
-    def stop(self) -> None:
-        """Stop listening."""
-        for server in self._servers:
-            server.shutdown()
-            server.server_close()
 
     def deliveries(self, name: str) -> list[Seen]:
         """Return the requests for the content of ``name``, in order; for a large file, those to the storage."""
         with self.lock:
             found = [seen for seen in self.seen if seen.method == "GET" and _file_of(seen) == name]
         return [seen for seen in found if seen.server == "storage"] or found
-
-    def next_fault(self, name: str) -> Fault:
-        """Return the next fault for a delivery; a fault without effect if there is none left."""
-        with self.lock:
-            return self.faults[name].pop(0) if self.faults[name] else Fault()
 
     def model(self, model_id: str) -> Path | None:
         """Return the directory of a model, or None."""
@@ -100,12 +57,10 @@ def running_hub(
     bytes_per_second: int = 0,
 ) -> Iterator[FakeHub]:
     """Run a hub for the length of a with-block. ``bytes_per_second`` 0 is unlimited."""
-    hub = FakeHub(directory, host=host, port=port, token=token, bytes_per_second=bytes_per_second)
-    hub.start()
-    try:
+    with running(
+        FakeHub(directory, host=host, port=port, token=token, bytes_per_second=bytes_per_second)
+    ) as hub:
         yield hub
-    finally:
-        hub.stop()
 
 
 def _file_of(seen: Seen) -> str:
@@ -143,36 +98,18 @@ def _sibling(model: Path, path: Path) -> dict[str, Any]:
     return {**entry, "blobId": _blob_id(pointer), "lfs": stored}
 
 
-def _server(hub: FakeHub, name: str, host: str, port: int) -> ThreadingHTTPServer:
-    handler = type("Handler", (_Handler,), {"hub": hub, "server_name": name})
-    server = ThreadingHTTPServer((host, port), handler)
-    server.daemon_threads = True
-    return server
+class _Handler(SourceHandler):
+    source: FakeHub
 
-
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    hub: FakeHub
-    server_name: str
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Log nothing: the tests read ``seen``."""
-
-    def do_HEAD(self) -> None:
-        self.do_GET()
-
-    def do_GET(self) -> None:
-        with self.hub.lock:
-            headers = {key.lower(): value for key, value in self.headers.items()}
-            self.hub.seen.append(Seen(self.server_name, self.command, self.path, headers))
+    def answer(self) -> None:
         parts = unquote(urlsplit(self.path).path).strip("/").split("/")
         if self.server_name == "storage":
-            self._deliver(self.hub.directory / "/".join(parts), {})
+            self._deliver(self.source.directory / "/".join(parts), {})
         elif self._is_welcome():
             self._route(parts)
 
     def _is_welcome(self) -> bool:
-        token = self.hub.token
+        token = self.source.token
         if token is None or self.headers.get("Authorization") == f"Bearer {token}":
             return True
         self._refuse(401, "GatedRepo")
@@ -190,19 +127,19 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _count_deliveries(self) -> None:
         """Answer with the number of deliveries of each file that was delivered."""
-        with self.hub.lock:
+        with self.source.lock:
             names = {
                 _file_of(seen)
-                for seen in self.hub.seen
+                for seen in self.source.seen
                 if seen.server == "storage" or "/resolve/" in seen.path
             }
-        body = json.dumps({name: len(self.hub.deliveries(name)) for name in names}).encode()
-        self._head(200, {"Content-Type": "application/json", "Content-Length": str(len(body))})
+        body = json.dumps({name: len(self.source.deliveries(name)) for name in names}).encode()
+        self.send_head(200, {"Content-Type": "application/json", "Content-Length": str(len(body))})
         self.wfile.write(body)
 
     def _listing(self, model_id: str, revision: str) -> None:
         model = self._model_at(model_id, revision)
-        fault = self.hub.next_fault("listing")
+        fault = self.source.next_fault("listing")
         if fault.status:
             self._refuse(fault.status, "", fault.headers)
         elif model is not None:
@@ -211,11 +148,11 @@ class _Handler(BaseHTTPRequestHandler):
                 fault.body
                 or json.dumps({"id": model_id, "sha": commit_of(model), "siblings": siblings}).encode()
             )
-            self._head(200, {"Content-Type": "application/json", "Content-Length": str(len(body))})
+            self.send_head(200, {"Content-Type": "application/json", "Content-Length": str(len(body))})
             self.wfile.write(body)
 
     def _model_at(self, model_id: str, revision: str) -> Path | None:
-        model = self.hub.model(model_id)
+        model = self.source.model(model_id)
         if model is None:
             self._refuse(404, "RepoNotFound")
         elif revision not in ("main", commit_of(model)):
@@ -238,20 +175,20 @@ class _Handler(BaseHTTPRequestHandler):
             self._deliver(path, commit)
             return
         host = (self.headers.get("Host") or "127.0.0.1").rpartition(":")[0]
-        location = f"http://{host}:{self.hub.storage_port}/{model_id}/{name}?signature=secret"
+        location = f"http://{host}:{self.source.storage_port}/{model_id}/{name}?signature=secret"
         linked = {
             "X-Linked-Etag": f'"{hashlib.sha256(content).hexdigest()}"',
             "X-Linked-Size": str(len(content)),
         }
-        self._head(302, {"Location": location, **commit, **linked, "Content-Length": "0"})
+        self.send_head(302, {"Location": location, **commit, **linked, "Content-Length": "0"})
 
     def _deliver(self, path: Path, extra: dict[str, str]) -> None:
         content = path.read_bytes()
         headers = {"ETag": f'"{_blob_id(content)}"', "Accept-Ranges": "bytes", **extra}
         if self.command == "HEAD":
-            self._head(200, {**headers, "Content-Length": str(len(content))})
+            self.send_head(200, {**headers, "Content-Length": str(len(content))})
             return
-        fault = self.hub.next_fault("/".join(path.relative_to(self.hub.directory).parts[2:]))
+        fault = self.source.next_fault("/".join(path.relative_to(self.source.directory).parts[2:]))
         if fault.status:
             self._refuse(fault.status, "", fault.headers)
             return
@@ -261,37 +198,16 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if start:
             headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
-        body = bytearray(content[start:])
-        if fault.corrupt:
-            body[0] ^= 0xFF
-        self._head(206 if start else 200, {**headers, "Content-Length": str(len(body))})
-        self._send(bytes(body), fault.cut_after_bytes)
+        body = content[start:]
+        self.send_head(206 if start else 200, {**headers, "Content-Length": str(len(body))})
+        self.send_body(body, fault)
 
     def _range_start(self) -> int:
         return int((self.headers.get("Range") or "bytes=0-").removeprefix("bytes=").partition("-")[0])
 
-    def _send(self, body: bytes, cut_after_bytes: int | None) -> None:
-        body = body if cut_after_bytes is None else body[:cut_after_bytes]
-        for start in range(0, len(body), CHUNK_BYTES):
-            chunk = body[start : start + CHUNK_BYTES]
-            try:
-                self.wfile.write(chunk)
-            except OSError:
-                break
-            if self.hub.bytes_per_second:
-                time.sleep(len(chunk) / self.hub.bytes_per_second)
-        if cut_after_bytes is not None:
-            self.close_connection = True
-
     def _refuse(self, status: int, code: str, headers: dict[str, str] | None = None) -> None:
         extra = {"X-Error-Code": code} if code else {}
-        self._head(status, {"Content-Length": "0", **extra, **(headers or {})})
-
-    def _head(self, status: int, headers: dict[str, str]) -> None:
-        self.send_response(status)
-        for key, value in headers.items():
-            self.send_header(key, value)
-        self.end_headers()
+        self.send_head(status, {"Content-Length": "0", **extra, **(headers or {})})
 
 
 def main() -> None:
