@@ -251,6 +251,17 @@ def test_the_fetcher_of_a_claim_is_restricted_and_touches_its_own_directory() ->
     assert remove["command"] == ["sh", "-c", 'rm -rf -- "$0"', "/models/skiff-models/llama"]
 
 
+def test_a_pod_of_another_namespace_never_becomes_a_peer() -> None:
+    """It would get the token of the peers, and could send them any model."""
+    cache = model_cache()
+    body = fetcher.build(cache, SETTINGS, node="n", peers=[])
+    assert fetcher.belongs(body, cache, SETTINGS)
+    assert not fetcher.belongs(body, model_cache("other"), SETTINGS)
+    body["metadata"]["namespace"] = "default"
+    assert not fetcher.belongs(body, cache, SETTINGS)
+    assert fetcher.belongs(body, model_cache(**SHARED), SETTINGS)
+
+
 def test_a_claim_is_made_of_size_and_class() -> None:
     wanted = {"namespace": "team", "size": "1Gi", "storageClassName": "nfs"}
     made = claim.build(model_cache(storage={"claim": wanted}))

@@ -121,7 +121,7 @@ class ModelCacheController:
             volume.read(each) async for each in self._client.list(PERSISTENT_VOLUME, None, selector=selector)
         ]
         for cache, status in caches:
-            own = [fetcher.read(pod) for pod in pods if _owner(pod) == cache.uid]
+            own = [fetcher.read(pod) for pod in pods if fetcher.belongs(pod, cache, self._settings)]
             mine = [each for each in volumes if each.cache == cache.name]
             try:
                 changing |= await self._reconcile(session, cache, status, own, mine)
@@ -399,11 +399,6 @@ async def _ask(session: aiohttp.ClientSession, each: Fetcher) -> Progress | None
         return msgspec.json.decode(body, type=Progress) if response.status == 200 else None
     except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError):
         return None
-
-
-def _owner(pod: dict[str, Any]) -> str:
-    owners = pod["metadata"].get("ownerReferences") or []
-    return next((str(owner["uid"]) for owner in owners if owner.get("controller")), "")
 
 
 def _held(selected: list[Node], fetchers: list[Fetcher]) -> set[str]:

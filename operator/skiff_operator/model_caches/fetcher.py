@@ -128,6 +128,16 @@ def build_removal(cache: ModelCache, settings: Settings, *, node: str) -> dict[s
     return _pod(cache, settings, node, task=REMOVE, container=container, restart_policy="OnFailure")
 
 
+def belongs(pod: dict[str, Any], cache: ModelCache, settings: Settings) -> bool:
+    """Return whether a pod is a fetcher, or a removal, of the cache.
+
+    Everyone may write any owner into pods of their own namespace, and must not become a peer that way.
+    """
+    owners = pod["metadata"].get("ownerReferences") or []
+    owned = any(owner.get("controller") and owner["uid"] == cache.uid for owner in owners)
+    return owned and pod["metadata"]["namespace"] == namespace(cache, settings)
+
+
 def read(pod: dict[str, Any]) -> Fetcher:
     """Read the state of a fetcher or a removal from its pod."""
     meta, status = pod["metadata"], pod.get("status") or {}
