@@ -49,12 +49,16 @@ def caches(installation: Installation, server: ApiServer, tmp_path: Path) -> Ite
 
 
 @pytest.fixture
-def nodes(server: ApiServer) -> Iterator[list[str]]:
-    """Three nodes of the pool that are ready, one that is tainted, and one outside of it."""
-    names = [f"cache-{name}" for name in "abcde"]
+def nodes(server: ApiServer, request: pytest.FixtureRequest) -> Iterator[list[str]]:
+    """Three nodes of the pool that are ready, one that is tainted, and one outside of it.
+
+    No two tests use the same names: the node controller would judge the second node by the heartbeat of the first.
+    """
+    prefix = f"cache-{request.node.name[5:13].replace('_', '-')}"
+    names = [f"{prefix}-{name}" for name in "abcde"]
     for name in names:
-        labels = POOL if name != "cache-e" else {}
-        taints = [{"key": "other", "effect": "NoSchedule"}] if name == "cache-d" else []
+        labels = POOL if name != names[4] else {}
+        taints = [{"key": "other", "effect": "NoSchedule"}] if name == names[3] else []
         body = {"metadata": {"name": name, "labels": labels}, "spec": {"taints": taints}}
         server.create("nodes", body)
         ready = {"type": "Ready", "status": "True", "lastHeartbeatTime": TIME, "lastTransitionTime": TIME}
