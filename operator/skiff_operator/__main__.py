@@ -64,7 +64,7 @@ async def serve(settings: Settings) -> None:
     nodes, pod_events = Nodes(client, settings), PodEvents(client, settings)
     chooser = StrategyChooser(RoomFinder(client, settings), pod_events)
     analyzer = RolloutAnalyzer(settings)
-    index = Index() if settings.model_caches else None
+    index = Index(settings) if settings.model_caches else None
     reconciler = Reconciler(
         observer, applier, nodes, pod_events, chooser, ScaleIn(client), analyzer, settings, model_caches=index
     )

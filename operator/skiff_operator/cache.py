@@ -13,7 +13,7 @@ from skiff_operator.kinds import CONTROLLER_REVISION, DEPLOYMENT, INFERENCE_SERV
 from skiff_operator.revisions import Observed, Revision, Target
 from skiff_operator.rollout_analysis import Analysis
 from skiff_operator.rollout_strategy import Choice
-from skiff_operator.spec import InferenceService
+from skiff_operator.spec import InferenceService, MountedCache
 from skiff_operator.status import Problem, Status
 from skiff_operator.workload import PodState, Rollout
 from skiff_operator.workqueue import Key
@@ -157,11 +157,16 @@ class Entry(msgspec.Struct):
         self.decision = choice
         self.desired = None
 
-    def use_model_cache(self, name: str) -> None:
+    def use_model_cache(self, chosen: MountedCache) -> None:
         """Let the pods mount a ModelCache, or none; what was built without it is dropped."""
         assert self.service is not None, "only a valid service has a choice"
-        self.service = msgspec.structs.replace(self.service, model_cache=name)
+        self.service = msgspec.structs.replace(self.service, model_cache=chosen)
         self.desired = self.manifests = None
+
+    def shares_claim_of(self, model_cache: str) -> bool:
+        """Return whether a pod, or the Deployment that makes pods, mounts the shared claim of a ModelCache."""
+        rollout = self.rollout is not None and self.rollout.model_cache == model_cache
+        return rollout or any(pod.model_cache == model_cache for pod in self.pods.values())
 
     def clear(self) -> None:
         """Forget the InferenceService itself; its children may still exist."""
@@ -190,6 +195,10 @@ class Cache:
     def entries(self) -> Iterator[Entry]:
         """Iterate over the entries of all InferenceServices that exist."""
         return iter([entry for entry in self._entries.values() if entry.present])
+
+    def is_claim_shared(self, model_cache: str) -> bool:
+        """Return whether anything mounts the shared claim of a ModelCache, also what a deleted InferenceService left."""
+        return any(entry.shares_claim_of(model_cache) for entry in self._entries.values())
 
     def get(self, key: Key) -> Entry | None:
         """Return the entry of `key`, if there is one."""

@@ -1,7 +1,8 @@
 """Model URIs: the schemes and their parts. `resources.volumes` decides where files are mounted."""
 
 import re
-from typing import Final, NamedTuple
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
 
 from skiff_operator.errors import InvalidSpec
 from skiff_runtime import contract
@@ -19,6 +20,13 @@ _FORMS: Final = {
 }
 assert tuple(sorted(_FORMS)) == tuple(sorted(contract.MODEL_SCHEMES))
 
+ENDPOINTS: Final = {
+    "hf": contract.ENV_HUB_ENDPOINT,
+    "s3": contract.ENV_S3_ENDPOINT,
+    "gs": contract.ENV_GS_ENDPOINT,
+    "oci": contract.ENV_OCI_ENDPOINT,
+}
+"""The variable with the address of a scheme's source."""
 _HELP: Final = (
     "use demo://, hf://ORGANISATION/NAME[:QUANTIZATION], s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, "
     "oci://REGISTRY/REPOSITORY:TAG, pvc://CLAIM/PATH or file:///ABSOLUTE/PATH"
@@ -49,3 +57,16 @@ def parse(uri: str) -> Source:
     if ".." in path.split("/") or ".." in (parts.get("location") or "").split("/"):
         raise InvalidSpec(f"spec.model.uri: {uri!r} must not contain '..'; name the directory itself")
     return Source(scheme, parts.get("location") or "", path)
+
+
+def address(scheme: str, endpoint: str | None, env: Sequence[dict[str, Any]]) -> str | None:
+    """Return the address of a model's source, by `endpoint` or else by a container's environment.
+
+    It is empty for the usual one of the scheme, and None if only the pod will know it.
+    """
+    if endpoint is not None:
+        return endpoint.rstrip("/")
+    for each in reversed(env):
+        if each.get("name") == ENDPOINTS.get(scheme):
+            return None if "valueFrom" in each else str(each.get("value", "")).rstrip("/")
+    return ""

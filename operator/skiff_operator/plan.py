@@ -53,8 +53,9 @@ def objects(inference_service: InferenceService, settings: Settings) -> Objects:
     built = [service_account.build(inference_service)]
     if volumes.needs_claim(inference_service):
         built.append(cache_claim.build(inference_service))
-    if inference_service.model_cache:
-        built.append(model_cache_claim.build(inference_service, inference_service.model_cache))
+    mounted = inference_service.mounted_cache
+    if mounted.name and not mounted.claim:
+        built.append(model_cache_claim.build(inference_service, mounted.name))
     if inference_service.spec.network_policy is not None:
         built.append(network_policy.build(inference_service, settings))
     made = deployment.build(inference_service, settings)

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from skiff_operator import rollout_strategy
+from skiff_operator import model_uri, rollout_strategy
 from skiff_operator.errors import InvalidSpec
 from skiff_operator.resources import containers, overlay
 from skiff_operator.settings import Settings
@@ -29,6 +29,7 @@ _OWNED_FLAGS: Final = {
 def check(service: InferenceService, settings: Settings) -> None:
     """Raise `InvalidSpec` with a message that says what to change; return when the service can be built."""
     _check_host_paths(service, settings)
+    _check_prefetch(service, settings)
     _check_arguments(service)
     _check_gpus(service, settings)
     rollout_strategy.check(service.spec.rollout)
@@ -52,6 +53,27 @@ def _check_host_paths(service: InferenceService, settings: Settings) -> None:
     if service.spec.kernel_cache is not None and service.spec.kernel_cache.host_path is not None:
         raise InvalidSpec(
             "spec.kernelCache.hostPath: host paths are off; use claimName, or start the operator with --allow-host-path"
+        )
+
+
+def _check_prefetch(service: InferenceService, settings: Settings) -> None:
+    if not service.spec.cache.prefetch:
+        return
+    model = service.spec.model
+    if not settings.model_caches:
+        raise InvalidSpec(
+            "spec.cache.prefetch: ModelCaches are off; remove it, or start the operator with --model-caches"
+        )
+    if model.credentials_secret_ref is not None:
+        raise InvalidSpec(
+            "spec.cache.prefetch: fetchers run in the operator's namespace and cannot read "
+            f"Secret {model.credentials_secret_ref.name}; remove prefetch, and let an administrator make a ModelCache with "
+            "credentials, which is used by itself"
+        )
+    if model_uri.address(service.source.scheme, model.endpoint, service.spec.runtime.env) is None:
+        raise InvalidSpec(
+            f"spec.cache.prefetch: {model_uri.ENDPOINTS[service.source.scheme]} in spec.runtime.env has no value that the "
+            "operator can read; set spec.model.endpoint instead"
         )
 
 

@@ -93,11 +93,15 @@ class Parallelism(_Strict, frozen=True):
 
 
 class Cache(_Strict, frozen=True):
-    """The cache of downloaded weights; at most one field is set, none means an emptyDir per pod."""
+    """The cache of downloaded weights; at most one field is set, none means a ModelCache or an emptyDir per pod.
+
+    `prefetch`: the operator makes a ModelCache if there is none with the model.
+    """
 
     claim_name: str | None = None
     host_path: str | None = None
     size: str | int | None = None
+    prefetch: bool = False
 
 
 class KernelCache(_Strict, frozen=True):
@@ -171,10 +175,17 @@ class Spec(_Strict, frozen=True):
     pod_template: dict[str, Any] = {}
 
 
+class MountedCache(msgspec.Struct, frozen=True):
+    """The ModelCache that pods mount; its name is empty for none. `claim`: the shared claim on which it keeps the model."""
+
+    name: str = ""
+    claim: str = ""
+
+
 class InferenceService(msgspec.Struct, frozen=True, kw_only=True):
     """One InferenceService: its identity, its validated spec, and the last requests to restart and upgrade its pods.
 
-    `model_cache` is the ModelCache that its pods mount: empty for none, None before it is chosen.
+    `model_cache` is the ModelCache that its pods mount, None before it is chosen.
     """
 
     namespace: str
@@ -184,7 +195,12 @@ class InferenceService(msgspec.Struct, frozen=True, kw_only=True):
     spec: Spec
     restarted_at: str = ""
     upgraded_at: str = ""
-    model_cache: str | None = None
+    model_cache: MountedCache | None = None
+
+    @property
+    def mounted_cache(self) -> MountedCache:
+        """The chosen ModelCache, none before it is chosen."""
+        return self.model_cache or MountedCache()
 
     @property
     def model_name(self) -> str:
@@ -268,8 +284,13 @@ def to_dict(spec: Spec) -> dict[str, Any]:
 
 def _check(spec: Spec) -> None:
     source = model_uri.parse(spec.model.uri)
-    if sum(value is not None for value in (spec.cache.claim_name, spec.cache.host_path, spec.cache.size)) > 1:
+    given = sum(value is not None for value in (spec.cache.claim_name, spec.cache.host_path, spec.cache.size))
+    if given > 1:
         raise InvalidSpec("spec.cache: set only one of claimName, hostPath and size")
+    if spec.cache.prefetch and given:
+        raise InvalidSpec(
+            "spec.cache.prefetch: the model is kept by a ModelCache; remove claimName, hostPath and size"
+        )
     if source.scheme != "hf" and spec.model.revision is not None:
         raise InvalidSpec("spec.model.revision: only hf:// models have revisions; remove it")
     if not source.is_fetched:

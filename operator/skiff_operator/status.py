@@ -187,7 +187,9 @@ def report(facts: Facts, previous: Status | None, now: str) -> Status:
         selector=f"{contract.LABEL_SERVICE}={facts.name}",
         url=facts.url,
         update_revision=facts.revision,
-        conditions=tuple(_dated(verdict, facts, before.get(verdict[0]), now) for verdict in verdicts),
+        conditions=tuple(
+            dated(verdict, facts.generation, before.get(verdict[0]), now) for verdict in verdicts
+        ),
         current_revision=completed,
         last_failure=_last_failure(facts, concerned, previous),
         startup=_startup(facts, previous),
@@ -205,11 +207,11 @@ def _completed(facts: Facts, previous: Status | None) -> str:
     return previous.current_revision if previous else ""
 
 
-_Verdict = tuple[str, bool, str, str]
+Verdict = tuple[str, bool, str, str]
 """Condition type, whether it holds, reason, message."""
 
 
-def _ready(facts: Facts, trouble: Problem | None, completed: str) -> _Verdict:
+def _ready(facts: Facts, trouble: Problem | None, completed: str) -> Verdict:
     if facts.problem is not None and not facts.synced:
         return READY, False, facts.problem.reason, facts.problem.message
     if facts.serves and facts.replicas == 0:
@@ -221,7 +223,7 @@ def _ready(facts: Facts, trouble: Problem | None, completed: str) -> _Verdict:
     return READY, False, _movement(facts, completed), _count(facts)
 
 
-def _model_ready(facts: Facts, trouble: Problem | None) -> _Verdict:
+def _model_ready(facts: Facts, trouble: Problem | None) -> Verdict:
     if facts.new_ready > 0:
         return MODEL_READY, True, "ModelLoaded", "the current revision answers"
     if trouble is not None:
@@ -235,7 +237,7 @@ def _model_ready(facts: Facts, trouble: Problem | None) -> _Verdict:
     return MODEL_READY, False, "NoPods", f"no pod of revision {facts.revision} exists yet"
 
 
-def _available(facts: Facts) -> _Verdict:
+def _available(facts: Facts) -> Verdict:
     if any(pod.ready for pod in facts.live):
         return AVAILABLE, True, "PodsReady", "requests are answered"
     if facts.replicas == 0:
@@ -243,7 +245,7 @@ def _available(facts: Facts) -> _Verdict:
     return AVAILABLE, False, "NoReadyPods", "no pod answers requests"
 
 
-def _progressing(facts: Facts, trouble: Problem | None, completed: str) -> _Verdict:
+def _progressing(facts: Facts, trouble: Problem | None, completed: str) -> Verdict:
     if facts.problem is not None and not facts.synced:
         return PROGRESSING, False, facts.problem.reason, facts.problem.message
     if facts.settled:
@@ -293,13 +295,13 @@ def _movement(facts: Facts, completed: str) -> str:
     return "PodsStopping" if len(facts.new_pods) > facts.replicas else "PodsStarting"
 
 
-def _degraded(trouble: Problem | None) -> _Verdict:
+def _degraded(trouble: Problem | None) -> Verdict:
     if trouble is None:
         return DEGRADED, False, "AsExpected", "nothing is known to be wrong"
     return DEGRADED, True, trouble.reason, trouble.message
 
 
-def _upgrade_available(facts: Facts) -> list[_Verdict]:
+def _upgrade_available(facts: Facts) -> list[Verdict]:
     if not facts.outdated:
         return []
     advice = f"`skiff rollout upgrade {facts.name}` adopts the present one"
@@ -385,7 +387,8 @@ def is_live(pod: PodState) -> bool:
     return not pod.ended and not pod.terminating
 
 
-def _dated(verdict: _Verdict, facts: Facts, before: Condition | None, now: str) -> Condition:
+def dated(verdict: Verdict, generation: int, before: Condition | None, now: str) -> Condition:
+    """Return the condition of a verdict; its time is that of the one `before` unless the status changed."""
     kind, holds, reason, message = verdict
     status = "True" if holds else "False"
     same = before is not None and before.status == status
@@ -395,7 +398,7 @@ def _dated(verdict: _Verdict, facts: Facts, before: Condition | None, now: str) 
         reason=reason,
         message=message[:_MESSAGE_CHARACTERS],
         last_transition_time=before.last_transition_time if same and before else now,
-        observed_generation=facts.generation,
+        observed_generation=generation,
     )
 
 

@@ -11,7 +11,11 @@ from skiff_operator import failure
 from skiff_operator.kinds import CLAIM, SERVICE_ACCOUNT, Kind
 from skiff_operator.redact import redact, redact_tail
 from skiff_operator.resources.containers import FETCH
-from skiff_operator.resources.metadata import ANNOTATION_SPEC_HASH, LABEL_REVISION
+from skiff_operator.resources.metadata import (
+    ANNOTATION_MODEL_CACHE,
+    ANNOTATION_SPEC_HASH,
+    LABEL_REVISION,
+)
 from skiff_operator.rollout_strategy import ANNOTATION_REPLACE_REASON
 from skiff_operator.startup import PodStartup
 
@@ -30,9 +34,8 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The progress of a Deployment, as far as its pods do not show it.
 
     `desired` is its number of replicas; `revision` is the label of its template, `spec_hash` the hash of the spec behind
-    it, and `replace_reason` the recorded reason to replace pods in place. The other fields stay empty until its controller
-    has observed the current
-    generation: `replacing`, pods of an older template exist; `complete`, all desired pods are ready and there are
+    it, `replace_reason` the recorded reason to replace pods in place, and `model_cache` the ModelCache whose shared claim its
+    pods mount. The other fields stay empty until its controller has observed the current generation: `replacing`, pods of an older template exist; `complete`, all desired pods are ready and there are
     no others; `stalled` and `blocked`, messages of its conditions.
     """
 
@@ -40,6 +43,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     revision: str = ""
     spec_hash: str = ""
     replace_reason: str = ""
+    model_cache: str = ""
     replacing: bool = False
     stalled: str = ""
     blocked: str = ""
@@ -60,7 +64,8 @@ class PodState(msgspec.Struct, frozen=True, kw_only=True):
     """One pod. `trouble` is the reason why it does not serve now; `crash` is its last one, even after recovery.
 
     `ended` is the time (RFC 3339) at which the whole pod terminated, or empty; the object may stay for long.
-    `used`: the ServiceAccount and the claims that it uses; `restarts`: of its containers, since it exists. Of a
+    `used`: the ServiceAccount and the claims that it uses; `model_cache`: the ModelCache whose shared claim is one of them;
+    `restarts`: of its containers, since it exists. Of a
     `terminating` pod only what it uses still matters, and `ends_by`, the time (RFC 3339) at which its grace period ends.
     `unschedulable_since`: the time at which the scheduler first found no node for it, or empty. `placed_at`: the time at
     which a pod got its node, until its first container is created. `ip`: the address of a ready pod. `startup` is set by the observer when it sees the pod
@@ -77,6 +82,7 @@ class PodState(msgspec.Struct, frozen=True, kw_only=True):
     crash: Crash | None = None
     ended: str = ""
     used: frozenset[tuple[Kind, str]] = frozenset()
+    model_cache: str = ""
     terminating: bool = False
     ends_by: str = ""
     unschedulable_since: str = ""
@@ -99,12 +105,14 @@ def read_rollout(deployment: dict[str, Any]) -> Rollout:
     """Read the status of a Deployment; a status of an older generation is ignored."""
     status = deployment.get("status") or {}
     desired = deployment["spec"].get("replicas", 1)
-    labels = deployment["spec"].get("template", {}).get("metadata", {}).get("labels") or {}
+    template_metadata = deployment["spec"].get("template", {}).get("metadata", {})
+    labels = template_metadata.get("labels") or {}
     annotations = deployment["metadata"].get("annotations") or {}
     template = {
         "revision": labels.get(LABEL_REVISION, ""),
         "spec_hash": annotations.get(ANNOTATION_SPEC_HASH, ""),
         "replace_reason": annotations.get(ANNOTATION_REPLACE_REASON, ""),
+        "model_cache": (template_metadata.get("annotations") or {}).get(ANNOTATION_MODEL_CACHE, ""),
     }
     if status.get("observedGeneration", 0) < deployment["metadata"].get("generation", 0):
         return Rollout(desired=desired, **template)
@@ -145,6 +153,7 @@ def read_pod(pod: dict[str, Any], *, gpu_resource: str) -> PodState:
     revision = (meta.get("labels") or {}).get(LABEL_REVISION, "")
     ended = status.get("phase") in ("Succeeded", "Failed")
     used = frozenset() if ended else used_by(pod.get("spec") or {})
+    model_cache = "" if ended else (meta.get("annotations") or {}).get(ANNOTATION_MODEL_CACHE, "")
     if "deletionTimestamp" in meta:
         return PodState(
             name=meta["name"],
@@ -153,6 +162,7 @@ def read_pod(pod: dict[str, Any], *, gpu_resource: str) -> PodState:
             ready=False,
             phase="Terminating",
             used=used,
+            model_cache=model_cache,
             terminating=True,
             ends_by=meta["deletionTimestamp"],
         )
@@ -170,6 +180,7 @@ def read_pod(pod: dict[str, Any], *, gpu_resource: str) -> PodState:
         crash=_last_crash(status),
         ended=_ended(pod),
         used=used,
+        model_cache=model_cache,
         unschedulable_since=_unschedulable_since(conditions),
         placed_at=_placed_at(status, conditions),
         ip=status.get("podIP", "") if ready else "",

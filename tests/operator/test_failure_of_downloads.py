@@ -13,17 +13,17 @@ from typing import Any, Final
 
 import httpx2
 import pytest
-from fake_hub import Fault
 from fake_registry import TITLE, running_registry
 from fake_s3 import FakeS3, running_s3
+from fake_source import Fault
 from pki import Authority
 
 from skiff_operator.failure import diagnose
 from skiff_operator.redact import redact
 from skiff_runtime.errors import FetchError
 from skiff_runtime.sources import directory_cache, model_source, object_store, registry
-from skiff_runtime.transfer import retries
 from skiff_runtime.sources.fetch import fetch_model
+from skiff_runtime.transfer import retries
 
 RUNTIME = Path(__file__).parents[2] / "runtime/skiff_runtime"
 URI = "s3://models/llama"

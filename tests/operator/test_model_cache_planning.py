@@ -3,19 +3,27 @@
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from services import hub, service
 
-from skiff_operator.errors import Retryable
-from skiff_operator.model_caches import fan_out, fetcher, nodes, report, spec
+from skiff_operator.errors import InvalidSpec, Retryable
+from skiff_operator.model_caches import claim, fan_out, fetcher, nodes, prefetch, report, spec
 from skiff_operator.model_caches.fetcher import FETCH, Fetcher
 from skiff_operator.model_caches.index import Index, has_model
 from skiff_operator.model_caches.report import Facts, Progress
 from skiff_operator.model_caches.spec import ModelCache
+from skiff_operator.plan import objects
+from skiff_operator.resources import model_cache_claim
 from skiff_operator.settings import Settings
+from skiff_operator.spec import InferenceService, MountedCache
+from skiff_operator.workload import read_pod, read_rollout
 from skiff_runtime import contract
 
 URI = hub()["uri"]
 NOW, LATER = "2026-01-01T00:00:00Z", "2026-01-01T00:10:00Z"
+SETTINGS = Settings(model_caches=True)
+BUCKET = "s3://models/llama"
+SHARED: dict[str, Any] = {"storage": {"claim": {"namespace": "default", "claimName": "models"}}}
 
 
 def model_cache(name: str = "llama", *, deleting: bool = False, uri: str = URI, **fields: Any) -> ModelCache:
@@ -24,6 +32,8 @@ def model_cache(name: str = "llama", *, deleting: bool = False, uri: str = URI, 
     meta = {"name": name, "uid": f"uid-{name}", "generation": 1, "resourceVersion": "1"}
     if deleting:
         meta["deletionTimestamp"] = NOW
+    if fields.pop("managed", False):
+        meta["labels"] = {contract.LABEL_MANAGED_BY: "skiff-operator"}
     return spec.parse({"metadata": meta, "spec": {"model": model, **fields}})
 
 
@@ -94,23 +104,35 @@ def test_a_node_whose_pod_stops_gets_no_second_one() -> None:
             {"env": [{"name": "HF_ENDPOINT", "valueFrom": {}}]},
             False,
         ),
+        ({"model": hub(endpoint="http://h/")}, {"env": [{"name": "HF_ENDPOINT", "value": "http://h"}]}, True),
+        ({"model": hub(endpoint="http://h")}, {}, False),
+        ({"model": {"uri": BUCKET}}, {"uri": BUCKET}, True),
+        ({"model": {"uri": BUCKET, "endpoint": "http://m"}}, {"uri": BUCKET}, False),
+        (
+            {"model": {"uri": BUCKET, "endpoint": "http://m"}},
+            {"uri": BUCKET, "model": {"endpoint": "http://m"}},
+            True,
+        ),
+        ({"model": hub()}, SHARED, True),
+        ({"model": hub()}, {"storage": {"claim": {"namespace": "other", "size": "1Gi"}}}, False),
+        ({"model": hub(), "cache": {"prefetch": True}}, {}, True),
+        ({"model": hub()}, {"managed": True}, False),
     ],
 )
 def test_a_service_uses_a_cache_with_the_same_model(
     fields: dict[str, Any], cache: dict[str, Any], uses: bool
 ) -> None:
-    assert has_model(model_cache(**cache), service(**fields)) == uses
+    assert has_model(model_cache(**cache), service(**fields), SETTINGS) == uses
 
 
-def chosen(index: Index, current: str | None) -> str:
+def chosen(index: Index, current: str | None, **fields: Any) -> str:
     """The choice of a service that has made `current`."""
-    from msgspec.structs import replace
-
-    return index.choose(replace(service(model=hub()), model_cache=current))
+    mounted = None if current is None else MountedCache(current)
+    return index.choose(replace(service(model=hub(), **fields), model_cache=mounted)).name
 
 
 def test_a_choice_that_was_made_stays() -> None:
-    index = Index()
+    index = Index(SETTINGS)
     with pytest.raises(Retryable, match="not listed"):
         chosen(index, None)
     assert chosen(index, "") == "" and chosen(index, "old") == "old"
@@ -120,9 +142,136 @@ def test_a_choice_that_was_made_stays() -> None:
     assert chosen(index, "") == "", "a service that runs does not begin to use a cache"
     index.replace([model_cache("a", uri="hf://meta-llama/Other"), model_cache("b")])
     assert chosen(index, "a") == "b", "the model was edited while the operator was down"
-    refused = Index()
+    refused = Index(SETTINGS)
     refused.give_up()
     assert chosen(refused, None) == "", "an API server without the kind stops no InferenceService"
+    assert chosen(refused, None, cache={"prefetch": True}) == "", "it is never made"
+
+
+def test_prefetch_uses_what_exists_or_what_will_be_made() -> None:
+    index = Index(SETTINGS)
+    index.replace([model_cache("a")])
+    assert chosen(index, None, cache={"prefetch": True}) == "a" and not index.wanted.is_set()
+    index.replace([])
+    name = chosen(index, None, cache={"prefetch": True})
+    assert name.startswith("prefetch-") and index.wanted.is_set()
+    assert chosen(index, name, cache={"prefetch": True}) == name, "also before it exists"
+
+
+def prefetching(**fields: Any) -> InferenceService:
+    """A service whose model is to be prefetched."""
+    return service(**{"model": hub(), "cache": {"prefetch": True}, **fields})
+
+
+def test_services_that_need_the_same_share_what_prefetch_makes() -> None:
+    made = prefetch.build(prefetching(), SETTINGS)
+    assert made["spec"] == {
+        "model": {"uri": URI},
+        "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
+        "retentionSeconds": 86_400,
+    }
+    meta = made["metadata"] | {"uid": "u", "generation": 1, "resourceVersion": "1"}
+    cache = spec.parse({**made, "metadata": meta})
+    assert cache.managed and has_model(cache, prefetching(), SETTINGS)
+    assert has_model(cache, service("other", model=hub()), SETTINGS), "also without cache.prefetch"
+    cpu = {"device": "cpu", "env": [{"name": "HF_ENDPOINT", "value": "http://h"}, {"name": "NO_PROXY", "value": "h"}, {"name": "X", "value": "y"}]}  # fmt: skip
+    for other in (
+        prefetching(model=hub(revision="v2")),
+        prefetching(nodeSelector={"pool": "a"}),
+        prefetching(tolerations=[{"operator": "Exists"}]),
+        prefetching(runtime=cpu),
+    ):
+        assert prefetch.name(other, SETTINGS) != cache.name and not has_model(cache, other, SETTINGS)
+    elsewhere = prefetch.build(prefetching(runtime=cpu), SETTINGS)["spec"]
+    assert elsewhere["model"] == {"uri": URI, "endpoint": "http://h"}
+    assert elsewhere["env"] == [{"name": "NO_PROXY", "value": "h"}] and "tolerations" not in elsewhere
+
+
+@pytest.mark.parametrize(
+    ("fields", "settings", "message"),
+    [
+        ({}, Settings(), "--model-caches"),
+        ({"model": hub(credentialsSecretRef={"name": "s"})}, SETTINGS, "cannot read Secret s"),
+        ({"runtime": {"env": [{"name": "HF_ENDPOINT", "valueFrom": {}}]}}, SETTINGS, "spec.model.endpoint"),
+        ({"cache": {"prefetch": True, "size": "1Gi"}}, SETTINGS, "remove claimName, hostPath and size"),
+    ],
+)
+def test_a_prefetch_that_cannot_be_is_refused(
+    fields: dict[str, Any], settings: Settings, message: str
+) -> None:
+    with pytest.raises(InvalidSpec, match=message):
+        objects(prefetching(**fields), settings)
+
+
+def test_pods_mount_the_directory_of_a_shared_claim() -> None:
+    cache = model_cache(**SHARED)
+    index = Index(SETTINGS)
+    index.replace([cache])
+    user = service(model=hub(credentialsSecretRef={"name": "s"}))
+    user = replace(user, model_cache=index.choose(user))
+    assert user.model_cache == MountedCache("llama", "models")
+    built = {kind.name: body for (kind, _), body in objects(user, SETTINGS).items()}
+    assert "PersistentVolumeClaim" not in built
+    deployment = built["Deployment"]
+    pod_spec = deployment["spec"]["template"]["spec"]
+    source = {"claimName": "models", "readOnly": True}
+    assert {"name": "cache", "persistentVolumeClaim": source} in pod_spec["volumes"]
+    [fetch] = pod_spec["initContainers"]
+    for container in (fetch, *pod_spec["containers"]):
+        directory = container["args"].index(contract.FLAG_DOWNLOAD_DIR) + 1
+        assert container["args"][directory] == "/cache/skiff-models/llama"
+        mounts = [each for each in container["volumeMounts"] if each["name"] == "cache"]
+        assert mounts == [{"name": "cache", "mountPath": "/cache", "readOnly": True}]
+    assert contract.FLAG_WAIT in fetch["args"]
+    assert contract.ENV_HUB_TOKEN not in {each["name"] for each in fetch["env"]}, "nothing is downloaded"
+    # By this the operator knows after a restart what is mounted, and that a pod of any revision uses it.
+    assert model_cache_claim.mounted_cache(deployment) == user.model_cache
+    assert read_rollout(deployment).model_cache == "llama"
+    template = deployment["spec"]["template"]
+    pod = {"metadata": {**template["metadata"], "name": "p", "uid": "u"}, "spec": pod_spec}
+    assert read_pod(pod, gpu_resource="").model_cache == "llama"
+    pod["metadata"]["deletionTimestamp"] = NOW
+    assert read_pod(pod, gpu_resource="").model_cache == "llama"
+    assert read_pod({**pod, "status": {"phase": "Failed"}}, gpu_resource="").model_cache == ""
+
+
+def test_the_fetcher_of_a_claim_is_restricted_and_touches_its_own_directory() -> None:
+    cache = model_cache(**SHARED, nodeSelector={"pool": "a"}, serviceAccountName="reader")
+    body = fetcher.build(cache, SETTINGS, node=claim.place(cache), peers=[])
+    assert body["metadata"]["namespace"] == "default" and claim.place(cache) == "default/models"
+    pod_spec = body["spec"]
+    assert "initContainers" not in pod_spec and pod_spec["securityContext"]["fsGroup"] == 65532
+    assert "affinity" not in pod_spec and pod_spec["nodeSelector"] == {"pool": "a"}
+    assert pod_spec["serviceAccountName"] == "reader" and not pod_spec["automountServiceAccountToken"]
+    assert pod_spec["volumes"][0]["persistentVolumeClaim"] == {"claimName": "models"}
+    [container] = pod_spec["containers"]
+    assert "/models/skiff-models/llama" in container["args"]
+    assert contract.ENV_PEER_TOKEN not in {each["name"] for each in container["env"]}
+    [remove] = fetcher.build_removal(cache, SETTINGS, node="default/models")["spec"]["containers"]
+    assert remove["command"] == ["sh", "-c", 'rm -rf -- "$0"', "/models/skiff-models/llama"]
+
+
+def test_a_pod_of_another_namespace_never_becomes_a_peer() -> None:
+    """It would get the token of the peers, and could send them any model."""
+    cache = model_cache()
+    body = fetcher.build(cache, SETTINGS, node="n", peers=[])
+    assert fetcher.belongs(body, cache, SETTINGS)
+    assert not fetcher.belongs(body, model_cache("other"), SETTINGS)
+    body["metadata"]["namespace"] = "default"
+    assert not fetcher.belongs(body, cache, SETTINGS)
+    assert fetcher.belongs(body, model_cache(**SHARED), SETTINGS)
+
+
+def test_a_claim_is_made_of_size_and_class() -> None:
+    wanted = {"namespace": "team", "size": "1Gi", "storageClassName": "nfs"}
+    made = claim.build(model_cache(storage={"claim": wanted}))
+    assert (made["metadata"]["namespace"], made["metadata"]["name"]) == ("team", "skiff-model.llama")
+    assert made["metadata"]["ownerReferences"][0]["kind"] == "ModelCache"
+    assert made["spec"] == {
+        "accessModes": ["ReadWriteMany"],
+        "resources": {"requests": {"storage": "1Gi"}},
+        "storageClassName": "nfs",
+    }
 
 
 @pytest.mark.parametrize(
@@ -146,6 +295,23 @@ def test_a_choice_that_was_made_stays() -> None:
         ),
         ('message="config.json: no answer from hub (timeout)"', "SourceUnreachable", "HTTPS_PROXY"),
         ('message="x: checksum mismatch after 2 downloads"', "ChecksumMismatch", "proxy"),
+        (
+            'message="s3://b/x: access was refused (403 AccessDenied); set"',
+            "AccessDenied",
+            "serviceAccountName",
+        ),
+        ('message="s3://b/x: no credentials were found; set"', "AccessDenied", "serviceAccountName"),
+        (
+            'message="s3://b/x: there is no bucket b (404 NoSuchBucket); correct"',
+            "ModelNotFound",
+            "create another",
+        ),
+        ('message="s3://b/x has no objects: check the bucket"', "ModelNotFound", "create another"),
+        (
+            'message="s3://b/x: the bucket is in another region (301); set AWS_REGION"',
+            "WrongRegion",
+            "spec.env",
+        ),
         ("message=odd", "FetchFailed", "odd"),
     ],
 )
@@ -187,6 +353,12 @@ def test_the_token_of_the_source_and_of_peers_come_from_secrets() -> None:
     body = fetcher.build(cache, Settings(), node="n", peers=["http://10.0.0.1:8010"])
     (container,) = body["spec"]["containers"]
     environ = {each["name"]: each for each in container["env"]}
+    bucket = {"endpoint": "http://m:9000", "credentialsSecretRef": {"name": "keys"}}
+    store = fetcher.build(model_cache(uri=BUCKET, model=bucket), Settings(), node="n", peers=[])
+    keys = {each["name"]: each for each in store["spec"]["containers"][0]["env"]}
+    assert keys[contract.ENV_S3_ENDPOINT]["value"] == "http://m:9000"
+    for name in (contract.ENV_S3_KEY_ID, contract.ENV_S3_SECRET_KEY):
+        assert keys[name]["valueFrom"]["secretKeyRef"] == {"name": "keys", "key": name}
     assert environ[contract.ENV_HUB_TOKEN]["valueFrom"]["secretKeyRef"] == {"name": "hub", "key": "k"}
     secret = fetcher.build_secret(cache, Settings())
     key = environ[contract.ENV_PEER_TOKEN]["valueFrom"]["secretKeyRef"]
@@ -230,6 +402,9 @@ def test_the_status_has_progress_size_and_the_time_of_last_use() -> None:
     assert report.report(cache, facts(nodes=(), fetchers=()), None, NOW).conditions[0].reason == "NoNodes"
     ready = report.report(cache, facts(nodes=("1",)), first, LATER).conditions[0]
     assert (ready.status, ready.last_transition_time) == ("True", LATER)
+    shared = model_cache(**SHARED)
+    missing = report.report(shared, facts(nodes=(), fetchers=()), None, NOW).conditions[0]
+    assert missing.reason == "NoClaim" and "namespace default has no claim models" in missing.message
     deleting = model_cache(deleting=True)
     assert report.report(deleting, facts(in_use=True), first, LATER).conditions[0].reason == "InUse"
 

@@ -22,6 +22,7 @@ from skiff_runtime import contract
 NAMESPACE = "skiff-caches"
 POOL = {"pool": "model-caches"}
 URI = hub()["uri"]
+BUCKET = "s3://models/llama"
 COMMIT = "c" * 40
 FAST = ("--status-delay-seconds", "0.1", "--resync-seconds", "1")
 
@@ -48,12 +49,16 @@ def caches(installation: Installation, server: ApiServer, tmp_path: Path) -> Ite
 
 
 @pytest.fixture
-def nodes(server: ApiServer) -> Iterator[list[str]]:
-    """Three nodes of the pool that are ready, one that is tainted, and one outside of it."""
-    names = [f"cache-{name}" for name in "abcde"]
+def nodes(server: ApiServer, request: pytest.FixtureRequest) -> Iterator[list[str]]:
+    """Three nodes of the pool that are ready, one that is tainted, and one outside of it.
+
+    No two tests use the same names: the node controller would judge the second node by the heartbeat of the first.
+    """
+    prefix = f"cache-{request.node.name[5:13].replace('_', '-')}"
+    names = [f"{prefix}-{name}" for name in "abcde"]
     for name in names:
-        labels = POOL if name != "cache-e" else {}
-        taints = [{"key": "other", "effect": "NoSchedule"}] if name == "cache-d" else []
+        labels = POOL if name != names[4] else {}
+        taints = [{"key": "other", "effect": "NoSchedule"}] if name == names[3] else []
         body = {"metadata": {"name": name, "labels": labels}, "spec": {"taints": taints}}
         server.create("nodes", body)
         ready = {"type": "Ready", "status": "True", "lastHeartbeatTime": TIME, "lastTransitionTime": TIME}
@@ -68,21 +73,24 @@ def nodes(server: ApiServer) -> Iterator[list[str]]:
 class Kubelet:
     """The kubelet of the fetchers, and their servers, which report what `reports` says by address."""
 
-    def __init__(self, api: ApiServer) -> None:
+    def __init__(self, api: ApiServer, cache: str = "llama", *, network: int = 81) -> None:
         self._api = api
+        self._cache = cache
+        self._network = network
         self._reports: dict[str, dict[str, Any]] = {}
         self._addresses: dict[str, str] = {}
 
     def pods(self, task: str) -> dict[str, Any]:
         """Live pods of a task, by node."""
-        found = self._api.list("pods", f"{contract.LABEL_MODEL_CACHE}=llama,serving.skiff.dev/task={task}")
+        labels = f"{contract.LABEL_MODEL_CACHE}={self._cache},serving.skiff.dev/task={task}"
+        found = self._api.list("pods", labels)
         alive = [each for each in found if "deletionTimestamp" not in each["metadata"]]
         return {each["metadata"]["annotations"]["serving.skiff.dev/node"]: each for each in alive}
 
     def start(self, pod: Any, received: int, *, ready: bool) -> str:
         """Run the pod at an address of its own; return its URL."""
         name = pod["metadata"]["name"]
-        address = self._addresses.setdefault(name, f"127.81.0.{len(self._addresses) + 1}")
+        address = self._addresses.setdefault(name, f"127.{self._network}.0.{len(self._addresses) + 1}")
         state = "complete" if ready else "fetching"
         report = {
             "state": state,
@@ -126,14 +134,14 @@ class Kubelet:
         threading.Thread(target=server.serve_forever, daemon=True).start()
 
 
-def status(server: ApiServer) -> Any:
+def status(server: ApiServer, name: str = "llama") -> Any:
     """The status of the cache; empty before the first."""
-    return server.get("modelcaches", "llama").get("status", {})
+    return server.get("modelcaches", name).get("status", {})
 
 
-def condition(server: ApiServer) -> str:
+def condition(server: ApiServer, name: str = "llama") -> str:
     """The reason of its condition."""
-    return next((each["reason"] for each in status(server).get("conditions", [])), "")
+    return next((each["reason"] for each in status(server, name).get("conditions", [])), "")
 
 
 def manifest(name: str = "llama", **fields: Any) -> dict[str, Any]:
@@ -143,9 +151,9 @@ def manifest(name: str = "llama", **fields: Any) -> dict[str, Any]:
     return {"apiVersion": api_version, "kind": "ModelCache", "metadata": {"name": name}, "spec": spec}
 
 
-def create_service(api: ApiServer, name: str) -> None:
+def create_service(api: ApiServer, name: str, **fields: Any) -> None:
     """An InferenceService of the cache's model."""
-    body = raw(name, model=hub(), runtime={"device": "cpu"})
+    body = raw(name, **{"model": hub(), "runtime": {"device": "cpu"}, **fields})
     body["metadata"] = {"name": name}
     api.create("inferenceservices", body)
 
@@ -286,9 +294,124 @@ def test_an_unused_cache_expires(caches: OperatorProcess, server: ApiServer) -> 
     eventually(lambda: lost(server), "it is gone")
 
 
+def claim_cache(api: ApiServer, **claim: str) -> dict[str, Any]:
+    """A ModelCache of a bucket on a claim of the namespace."""
+    model = {"uri": BUCKET, "endpoint": "http://minio:9000", "credentialsSecretRef": {"name": "keys"}}
+    storage = {"claim": {"namespace": api.namespace, **claim}}
+    return manifest("shared", model=model, storage=storage, nodeSelector={})
+
+
+def test_the_life_of_a_shared_claim(caches: OperatorProcess, server: ApiServer, api: ApiServer) -> None:
+    """One fetcher in the claim's namespace, which may forbid everything but restricted pods."""
+    kubelet = Kubelet(api, "shared", network=82)
+    server.create("modelcaches", claim_cache(api, claimName="models"))
+    eventually(lambda: condition(server, "shared") == "NoClaim", "no claim")
+    spec = {"accessModes": ["ReadWriteMany"], "storageClassName": "", "resources": {"requests": {"storage": "1Gi"}}}  # fmt: skip
+    api.create("persistentvolumeclaims", {"metadata": {"name": "models"}, "spec": spec})
+    place = f"{api.namespace}/models"
+    eventually(lambda: kubelet.pods("fetch").keys() == {place}, "its fetcher")
+    pod = kubelet.pods("fetch")[place]
+    kubelet.start(pod, 80, ready=False)
+    progress = {"node": place, "state": "Fetching", "receivedBytes": 80, "totalBytes": 200, "percent": 40}
+    eventually(lambda: progress in status(server, "shared").get("incomplete", []), "the progress")
+    kubelet.start(pod, 200, ready=True)
+    eventually(lambda: condition(server, "shared") == "Ready", "the claim has it")
+    found = status(server, "shared")
+    assert (found["nodes"], found["readyNodes"], found["sizeBytes"]) == (1, 1, 200)
+
+    # InferenceServices of its namespace mount it; those of another one do not.
+    model = {"uri": BUCKET, "endpoint": "http://minio:9000"}
+    other = server.in_namespace(f"{api.namespace[:50]}-2")
+    other.create_namespace()
+    for namespace in (api, other):
+        create_service(namespace, "user", model=model)
+    deployments = [
+        eventually(lambda: each.find("deployments", "user"), "the deployment")  # noqa: B023
+        for each in (api, other)
+    ]
+    mounted, elsewhere = (fetch_arguments(each) for each in deployments)
+    assert contract.FLAG_WAIT in mounted and contract.FLAG_WAIT not in elsewhere
+    eventually(lambda: status(server, "shared")["users"] == 1, "it is in use")
+    assert api.find("persistentvolumeclaims", "user.skiff-model.shared") is None
+
+    # A rollout to another model does not remove it before its pods are gone, nor does a restart of the operator.
+    caches.stop()
+    caches.start()
+    server.delete("modelcaches", "shared")
+    eventually(lambda: condition(server, "shared") == "InUse", "it is in use")
+    template = deployments[0]["spec"]["template"]
+    annotations = {"serving.skiff.dev/model-cache": "shared"}
+    assert template["metadata"]["annotations"] == annotations
+    assert api.get("deployments", "user")["spec"]["template"] == template
+    api.delete("inferenceservices", "user")
+    eventually(lambda: not kubelet.pods("fetch"), "nothing mounts it", 90)
+    # The claim was never bound here, so no pod could remove anything from it: it is not waited for.
+    eventually(lambda: server.find("modelcaches", "shared") is None, "it is removed")
+    assert api.get("persistentvolumeclaims", "models"), "it is the user's"
+
+
+def test_a_claim_that_was_made_goes_with_its_cache(
+    caches: OperatorProcess, server: ApiServer, api: ApiServer
+) -> None:
+    server.create("modelcaches", claim_cache(api, size="1Gi", storageClassName="nfs"))
+    found = eventually(lambda: api.find("persistentvolumeclaims", "skiff-model.shared"), "the claim is made")
+    assert found["spec"]["storageClassName"] == "nfs" and found["spec"]["accessModes"] == ["ReadWriteMany"]
+    eventually(lambda: Kubelet(api, "shared").pods("fetch"), "the fetcher")
+    server.delete("modelcaches", "shared")
+    eventually(lambda: server.find("modelcaches", "shared") is None, "nothing has to be removed from it")
+    eventually(
+        lambda: api.find("persistentvolumeclaims", "skiff-model.shared") is None, "it is collected", 60
+    )
+
+
+def test_prefetch_makes_a_cache_that_outlives_its_services_for_a_while(
+    caches: OperatorProcess, server: ApiServer, api: ApiServer, nodes: list[str]
+) -> None:
+    model = {"uri": BUCKET}
+    # The taint of nodes that are not ready is gone some time after they are, and a list of nodes is used for a minute.
+    new = [{"key": "node.kubernetes.io/not-ready", "operator": "Exists"}]
+    pool = {"nodeSelector": POOL, "tolerations": new}
+    for name in ("one", "two"):
+        create_service(api, name, model=model, cache={"prefetch": True}, replicas=0, **pool)
+    found = eventually(lambda: server.list("modelcaches"), "it is made")
+    [cache] = found
+    name = cache["metadata"]["name"]
+    assert cache["spec"]["model"] == model and cache["spec"]["retentionSeconds"] == 86_400
+    assert "ownerReferences" not in cache["metadata"]
+    kubelet = Kubelet(server.in_namespace(NAMESPACE), name, network=83)
+    eventually(lambda: kubelet.pods("fetch").keys() == {nodes[0]}, "it is fetched without any replica")
+    for user in ("one", "two"):
+        claim = f"{user}.skiff-model.{name}"
+        eventually(lambda: api.find("persistentvolumeclaims", claim), "it is mounted")  # noqa: B023
+    eventually(lambda: status(server, name).get("users") == 2, "both use it")
+    # It is kept while one refers to it, and then until its retention is over.
+    server.merge("modelcaches", name, {"spec": {"retentionSeconds": 0}})
+    api.delete("inferenceservices", "one")
+    eventually(lambda: status(server, name)["users"] == 1, "one uses it")
+    assert "deletionTimestamp" not in server.get("modelcaches", name)["metadata"]
+    api.delete("inferenceservices", "two")
+    eventually(lambda: kubelet.pods("remove").keys() == set(nodes), "each node removes it", 90)
+    for pod in kubelet.pods("remove").values():
+        kubelet.succeed(pod)
+    eventually(lambda: server.find("modelcaches", name) is None, "it is removed")
+
+
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"model": {}}, "spec.model.uri: Required value"),
     ({"model": {"uri": "demo://"}}, "must be hf://ORGANISATION/NAME"),
+    ({"model": {"uri": "s3://b/a/../c"}}, "without '..'"),
+    ({"model": {"uri": BUCKET, "revision": "v1"}}, "only hf:// models have revisions"),
+    (
+        {"model": {"uri": BUCKET, "credentialsSecretRef": {"name": "a", "key": "b"}}},
+        "remove model.credentialsSecretRef.key",
+    ),
+    ({"model": {"uri": BUCKET, "endpoint": "http://u:p@h"}}, "spec.model.endpoint"),
+    ({"storage": {"hostPath": "/a1", "claim": {"namespace": "a", "size": "1Gi"}}}, "not both"),
+    ({"storage": {"claim": {"namespace": "a"}}}, "set claimName for an existing claim"),
+    (
+        {"storage": {"claim": {"namespace": "a", "claimName": "b", "storageClassName": "c"}}},
+        "storageClassName is for a claim that is made",
+    ),
     ({"model": {"uri": "hf://a/.."}}, "must be hf://ORGANISATION/NAME"),
     ({"model": {"uri": URI, "credentialsSecretRef": {"name": "a", "namespace": "b"}}}, "unknown field"),
     ({"storage": {"hostPath": "models"}}, "must be an absolute path"),
@@ -322,7 +445,9 @@ def test_what_volumes_and_directories_depend_on_cannot_change(server: ApiServer)
     for change, message in (
         ({"model": {"uri": "hf://a/b"}}, "uri and revision cannot change"),
         ({"model": {"revision": "v2"}}, "uri and revision cannot change"),
+        ({"model": {"endpoint": "http://h"}}, "endpoint cannot change"),
         ({"storage": {"hostPath": "/other"}}, "hostPath cannot change"),
+        ({"storage": {"claim": {"namespace": "a", "claimName": "b"}}}, "claim cannot change"),
         ({"nodeSelector": {"pool": "b"}}, "nodeSelector cannot change"),
         ({"nodeSelector": None}, "nodeSelector cannot change"),
     ):

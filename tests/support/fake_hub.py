@@ -11,79 +11,37 @@ import hashlib
 import json
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from functools import cache
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 from urllib.parse import unquote, urlsplit
 
+from fake_source import CHUNK_BYTES, FakeSource, Fault, Seen, SourceHandler, running
+
 LARGE_BYTES: Final = 10_000
-CHUNK_BYTES: Final = 16 << 10
 
 
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """A fault of one delivery of a file or of the listing."""
-
-    status: int | None = None
-    headers: dict[str, str] = field(default_factory=dict)
-    cut_after_bytes: int | None = None
-    corrupt: bool = False
-    body: bytes | None = None
-    ignore_range: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """A request as it arrived. ``server`` is "hub" or "storage"."""
-
-    server: str
-    method: str
-    path: str
-    headers: dict[str, str]
-
-
-class FakeHub:
+class FakeHub(FakeSource):
     """The state that both servers share. Each delivery of NAME (or "listing") takes one fault from ``faults[NAME]``."""
 
     def __init__(
         self, directory: Path, *, host: str, port: int, token: str | None, bytes_per_second: int
     ) -> None:
+        super().__init__()
         self.directory = directory
         self.token = token
         self.bytes_per_second = bytes_per_second
-        self.faults: dict[str, list[Fault]] = defaultdict(list)
-        self.seen: list[Seen] = []
-        self.lock = threading.Lock()
-        self._servers = [_server(self, "hub", host, port), _server(self, "storage", host, 0)]
-        self.port, self.storage_port = (server.server_address[1] for server in self._servers)
+        self.port = self.listen(_Handler, "hub", host, port)
+        self.storage_port = self.listen(_Handler, "storage", host)
         self.url = f"http://{host}:{self.port}"
-
-    def start(self) -> None:
-        """Serve from threads of this process."""
-        for server in self._servers:
-            threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
-
-    def stop(self) -> None:
-        """Stop listening."""
-        for server in self._servers:
-            server.shutdown()
-            server.server_close()
 
     def deliveries(self, name: str) -> list[Seen]:
         """Return the requests for the content of ``name``, in order; for a large file, those to the storage."""
         with self.lock:
             found = [seen for seen in self.seen if seen.method == "GET" and _file_of(seen) == name]
         return [seen for seen in found if seen.server == "storage"] or found
-
-    def next_fault(self, name: str) -> Fault:
-        """Return the next fault for a delivery; a fault without effect if there is none left."""
-        with self.lock:
-            return self.faults[name].pop(0) if self.faults[name] else Fault()
 
     def model(self, model_id: str) -> Path | None:
         """Return the directory of a model, or None."""
@@ -101,12 +59,10 @@ def running_hub(
     bytes_per_second: int = 0,
 ) -> Iterator[FakeHub]:
     """Run a hub for the length of a with-block. ``bytes_per_second`` 0 is unlimited."""
-    hub = FakeHub(directory, host=host, port=port, token=token, bytes_per_second=bytes_per_second)
-    hub.start()
-    try:
+    with running(
+        FakeHub(directory, host=host, port=port, token=token, bytes_per_second=bytes_per_second)
+    ) as hub:
         yield hub
-    finally:
-        hub.stop()
 
 
 def _file_of(seen: Seen) -> str:
@@ -169,36 +125,18 @@ def _sibling(model: Path, path: Path) -> dict[str, Any]:
     return {**entry, "blobId": _blob_id(pointer), "lfs": stored}
 
 
-def _server(hub: FakeHub, name: str, host: str, port: int) -> ThreadingHTTPServer:
-    handler = type("Handler", (_Handler,), {"hub": hub, "server_name": name})
-    server = ThreadingHTTPServer((host, port), handler)
-    server.daemon_threads = True
-    return server
+class _Handler(SourceHandler):
+    source: FakeHub
 
-
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    hub: FakeHub
-    server_name: str
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Log nothing: the tests read ``seen``."""
-
-    def do_HEAD(self) -> None:
-        self.do_GET()
-
-    def do_GET(self) -> None:
-        with self.hub.lock:
-            headers = {key.lower(): value for key, value in self.headers.items()}
-            self.hub.seen.append(Seen(self.server_name, self.command, self.path, headers))
+    def answer(self) -> None:
         parts = unquote(urlsplit(self.path).path).strip("/").split("/")
         if self.server_name == "storage":
-            self._deliver(self.hub.directory / "/".join(parts), {})
+            self._deliver(self.source.directory / "/".join(parts), {})
         elif self._is_welcome():
             self._route(parts)
 
     def _is_welcome(self) -> bool:
-        token = self.hub.token
+        token = self.source.token
         if token is None or self.headers.get("Authorization") == f"Bearer {token}":
             return True
         self._refuse(401, "GatedRepo")
@@ -216,20 +154,20 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _count_deliveries(self) -> None:
         """Answer with the number of times that each file was delivered from its beginning: its ranges count as one."""
-        with self.hub.lock:
+        with self.source.lock:
             names = {
                 _file_of(seen)
-                for seen in self.hub.seen
+                for seen in self.source.seen
                 if seen.server == "storage" or "/resolve/" in seen.path
             }
-        counts = {name: sum(_is_beginning(seen) for seen in self.hub.deliveries(name)) for name in names}
+        counts = {name: sum(_is_beginning(seen) for seen in self.source.deliveries(name)) for name in names}
         body = json.dumps(counts).encode()
-        self._head(200, {"Content-Type": "application/json", "Content-Length": str(len(body))})
+        self.send_head(200, {"Content-Type": "application/json", "Content-Length": str(len(body))})
         self.wfile.write(body)
 
     def _listing(self, model_id: str, revision: str) -> None:
         model = self._model_at(model_id, revision)
-        fault = self.hub.next_fault("listing")
+        fault = self.source.next_fault("listing")
         if fault.status:
             self._refuse(fault.status, "", fault.headers)
         elif model is not None:
@@ -238,11 +176,11 @@ class _Handler(BaseHTTPRequestHandler):
                 fault.body
                 or json.dumps({"id": model_id, "sha": commit_of(model), "siblings": siblings}).encode()
             )
-            self._head(200, {"Content-Type": "application/json", "Content-Length": str(len(body))})
+            self.send_head(200, {"Content-Type": "application/json", "Content-Length": str(len(body))})
             self.wfile.write(body)
 
     def _model_at(self, model_id: str, revision: str) -> Path | None:
-        model = self.hub.model(model_id)
+        model = self.source.model(model_id)
         if model is None:
             self._refuse(404, "RepoNotFound")
         elif revision not in ("main", commit_of(model)):
@@ -265,20 +203,20 @@ class _Handler(BaseHTTPRequestHandler):
             self._deliver(path, commit)
             return
         host = (self.headers.get("Host") or "127.0.0.1").rpartition(":")[0]
-        location = f"http://{host}:{self.hub.storage_port}/{model_id}/{name}?signature=secret"
+        location = f"http://{host}:{self.source.storage_port}/{model_id}/{name}?signature=secret"
         linked = {
             "X-Linked-Etag": f'"{_digests(path).sha256}"',
             "X-Linked-Size": str(size),
         }
-        self._head(302, {"Location": location, **commit, **linked, "Content-Length": "0"})
+        self.send_head(302, {"Location": location, **commit, **linked, "Content-Length": "0"})
 
     def _deliver(self, path: Path, extra: dict[str, str]) -> None:
         size = path.stat().st_size
         headers = {"ETag": f'"{_digests(path).blob_id}"', "Accept-Ranges": "bytes", **extra}
         if self.command == "HEAD":
-            self._head(200, {**headers, "Content-Length": str(size)})
+            self.send_head(200, {**headers, "Content-Length": str(size)})
             return
-        fault = self.hub.next_fault("/".join(path.relative_to(self.hub.directory).parts[2:]))
+        fault = self.source.next_fault("/".join(path.relative_to(self.source.directory).parts[2:]))
         if fault.status:
             self._refuse(fault.status, "", fault.headers)
             return
@@ -289,7 +227,7 @@ class _Handler(BaseHTTPRequestHandler):
         is_part = stop - start < size
         if is_part:
             headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
-        self._head(206 if is_part else 200, {**headers, "Content-Length": str(stop - start)})
+        self.send_head(206 if is_part else 200, {**headers, "Content-Length": str(stop - start)})
         self._send(path, start, stop, fault)
 
     def _range(self, size: int) -> tuple[int, int]:
@@ -306,20 +244,14 @@ class _Handler(BaseHTTPRequestHandler):
                 self.wfile.write(bytes([stream.read(1)[0] ^ 0xFF]))
             with suppress(OSError):  # the client has gone
                 while (left := stop - stream.tell()) > 0:
-                    count = min(left, CHUNK_BYTES) if self.hub.bytes_per_second else left
+                    count = min(left, CHUNK_BYTES) if self.source.bytes_per_second else left
                     self.connection.sendfile(stream, stream.tell(), count)
-                    if self.hub.bytes_per_second:
-                        time.sleep(count / self.hub.bytes_per_second)
+                    if self.source.bytes_per_second:
+                        time.sleep(count / self.source.bytes_per_second)
 
     def _refuse(self, status: int, code: str, headers: dict[str, str] | None = None) -> None:
         extra = {"X-Error-Code": code} if code else {}
-        self._head(status, {"Content-Length": "0", **extra, **(headers or {})})
-
-    def _head(self, status: int, headers: dict[str, str]) -> None:
-        self.send_response(status)
-        for key, value in headers.items():
-            self.send_header(key, value)
-        self.end_headers()
+        self.send_head(status, {"Content-Length": "0", **extra, **(headers or {})})
 
 
 def main() -> None:

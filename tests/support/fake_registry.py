@@ -6,15 +6,12 @@ The end-to-end tests have the real one of the distribution project.
 import base64
 import hashlib
 import json
-import threading
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final
 from urllib.parse import parse_qs, urlsplit
 
-from fake_hub import Fault, Seen
+from fake_source import FakeSource, Fault, Seen, SourceHandler, running
 
 MANIFEST_TYPE: Final = "application/vnd.oci.image.manifest.v1+json"
 TITLE: Final = "org.opencontainers.image.title"
@@ -27,19 +24,16 @@ def digest_of(content: bytes) -> str:
     return f"sha256:{hashlib.sha256(content).hexdigest()}"
 
 
-class FakeRegistry:
+class FakeRegistry(FakeSource):
     """The state of registry and storage. Each delivery of a blob or manifest takes one fault from ``faults[NAME]``."""
 
     def __init__(self, *, private: bool, redirects: bool, ranges: bool) -> None:
+        super().__init__()
         self.private, self.redirects, self.ranges = private, redirects, ranges
         self.blobs: dict[str, bytes] = {}
         self.manifests: dict[str, bytes] = {}
         self.names: dict[str, str] = {}
-        self.faults: dict[str, list[Fault]] = defaultdict(list)
-        self.seen: list[Seen] = []
-        self.lock = threading.Lock()
-        self._servers = [_server(self, "registry"), _server(self, "storage")]
-        self.port, self.storage_port = (server.server_address[1] for server in self._servers)
+        self.port, self.storage_port = (self.listen(_Handler, name) for name in ("registry", "storage"))
         self.host = f"localhost:{self.port}"
 
     def push(self, reference: str, layers: list[dict[str, Any]], **manifest: Any) -> str:
@@ -58,17 +52,6 @@ class FakeRegistry:
             self.manifests[f"{repository}:{version}"] = text
         return digest_of(text)
 
-    def start(self) -> None:
-        """Serve from threads of this process."""
-        for server in self._servers:
-            threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
-
-    def stop(self) -> None:
-        """Stop listening."""
-        for server in self._servers:
-            server.shutdown()
-            server.server_close()
-
     def deliveries(self, name: str) -> list[Seen]:
         """Return the requests that got content of the layer of this title."""
         digests = [digest for digest, each in self.names.items() if each == name]
@@ -80,59 +63,35 @@ class FakeRegistry:
                 if seen.server == server and seen.path.partition("?")[0].endswith(tuple(digests))
             ]
 
-    def next_fault(self, name: str) -> Fault:
-        """Return the next fault for a delivery; a fault without effect if there is none left."""
-        with self.lock:
-            return self.faults[name].pop(0) if self.faults[name] else Fault()
-
 
 @contextmanager
 def running_registry(
     *, private: bool = False, redirects: bool = False, ranges: bool = True
 ) -> Iterator[FakeRegistry]:
     """Run a registry for the length of a with-block."""
-    registry = FakeRegistry(private=private, redirects=redirects, ranges=ranges)
-    registry.start()
-    try:
+    with running(FakeRegistry(private=private, redirects=redirects, ranges=ranges)) as registry:
         yield registry
-    finally:
-        registry.stop()
 
 
-def _server(registry: FakeRegistry, name: str) -> ThreadingHTTPServer:
-    handler = type("Handler", (_Handler,), {"registry": registry, "server_name": name})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    server.daemon_threads = True
-    return server
+class _Handler(SourceHandler):
+    source: FakeRegistry
 
-
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    registry: FakeRegistry
-    server_name: str
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Log nothing: the tests read ``seen``."""
-
-    def do_GET(self) -> None:
-        with self.registry.lock:
-            headers = {key.lower(): value for key, value in self.headers.items()}
-            self.registry.seen.append(Seen(self.server_name, self.command, self.path, headers))
+    def answer(self) -> None:
         parts = urlsplit(self.path)
         if parts.path == "/token":
             self._token(parse_qs(parts.query))
         elif self.server_name == "storage":
             self._deliver(parts.path.strip("/"))
-        elif self.registry.private and self.headers.get("Authorization") != f"Bearer {TOKEN}":
-            realm = f"http://localhost:{self.registry.port}/token"
+        elif self.source.private and self.headers.get("Authorization") != f"Bearer {TOKEN}":
+            realm = f"http://localhost:{self.source.port}/token"
             challenge = f'Bearer realm="{realm}",service="registry",scope="repository:org/llama:pull"'
             self._answer(401, b"", {"WWW-Authenticate": challenge})
         else:
             repository, kind, version = parts.path.removeprefix("/v2/").rsplit("/", 2)
             if kind == "manifests":
                 self._manifest(f"{repository}:{version}")
-            elif self.registry.redirects:
-                storage = f"http://127.0.0.1:{self.registry.storage_port}/{version}?signature=secret"
+            elif self.source.redirects:
+                storage = f"http://127.0.0.1:{self.source.storage_port}/{version}?signature=secret"
                 self._answer(307, b"", {"Location": storage})
             else:
                 self._deliver(version)
@@ -145,37 +104,29 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(401, b"")
 
     def _manifest(self, key: str) -> None:
-        fault, content = self.registry.next_fault("manifest"), self.registry.manifests.get(key)
+        fault, content = self.source.next_fault("manifest"), self.source.manifests.get(key)
         if fault.status or content is None:
             self._answer(fault.status or 404, b"")
         else:
             self._answer(200, fault.body or content, {"Content-Type": MANIFEST_TYPE})
 
     def _deliver(self, digest: str) -> None:
-        content = self.registry.blobs[digest]
+        content = self.source.blobs[digest]
         wanted = self.headers.get("Range")
         is_probe = wanted == "bytes=1-1"
-        fault = Fault() if is_probe else self.registry.next_fault(self.registry.names[digest])
+        fault = Fault() if is_probe else self.source.next_fault(self.source.names[digest])
         if fault.status:
             self._answer(fault.status, b"")
             return
         start, stop, status, headers = 0, len(content), 200, {}
-        if wanted and self.registry.ranges:
+        if wanted and self.source.ranges:
             first, _, last = wanted.removeprefix("bytes=").partition("-")
             start, stop, status = int(first), int(last) + 1, 206
             headers = {"Content-Range": f"bytes {start}-{stop - 1}/{len(content)}"}
-        body = bytearray(content[start:stop])
-        if fault.corrupt:
-            body[0] ^= 0xFF
-        self._answer(status, bytes(body), headers, fault.cut_after_bytes)
+        self._answer(status, content[start:stop], headers, fault)
 
     def _answer(
-        self, status: int, body: bytes, headers: dict[str, str] | None = None, cut: int | None = None
+        self, status: int, body: bytes, headers: dict[str, str] | None = None, fault: Fault | None = None
     ) -> None:
-        self.send_response(status)
-        for key, value in {**(headers or {}), "Content-Length": str(len(body))}.items():
-            self.send_header(key, value)
-        self.end_headers()
-        self.wfile.write(body[:cut])
-        if cut is not None:
-            self.close_connection = True
+        self.send_head(status, {**(headers or {}), "Content-Length": str(len(body))})
+        self.send_body(body, fault or Fault())

@@ -8,7 +8,9 @@ from kube import Kube, tool
 
 MODEL: Final = "skiff/demo"
 PORT: Final = 8900
-_STAND_IN: Final = (Path(__file__).parent / "fake_hub.py").read_text()
+_STAND_IN: Final = {
+    name: (Path(__file__).parent / name).read_text() for name in ("fake_hub.py", "fake_source.py")
+}
 _START: Final = """
 set -e
 mkdir -p /tmp/models/skiff
@@ -27,7 +29,7 @@ def start_hub(kube: Kube) -> str:
             "apiVersion": "v1",
             "kind": "ConfigMap",
             "metadata": {"name": "hub"},
-            "data": {"fake_hub.py": _STAND_IN},
+            "data": _STAND_IN,
         },
         {
             "apiVersion": "v1",

@@ -27,7 +27,7 @@ from skiff_operator.errors import (
 )
 from skiff_operator.kinds import CLAIM, MODEL_CACHE, NODE, PERSISTENT_VOLUME, POD, SECRET, Kind
 from skiff_operator.log import logger
-from skiff_operator.model_caches import fan_out, fetcher, nodes, report, spec, volume
+from skiff_operator.model_caches import claim, fan_out, fetcher, nodes, prefetch, report, spec, volume
 from skiff_operator.model_caches.fetcher import FETCH, REMOVE, Fetcher
 from skiff_operator.model_caches.index import Index
 from skiff_operator.model_caches.nodes import Node
@@ -92,7 +92,10 @@ class ModelCacheController:
                 except Exception:  # a bug here must not stop the InferenceServices  # noqa: BLE001
                     logger.exception("the pass over ModelCaches failed")
                 idle_seconds = self._settings.resync_seconds / 2
-                await asyncio.sleep(min(ACTIVE_SECONDS, idle_seconds) if changing else idle_seconds)
+                wait_seconds = min(ACTIVE_SECONDS, idle_seconds) if changing else idle_seconds
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._index.wanted.wait(), wait_seconds)
+                self._index.wanted.clear()
 
     async def _pass(self, session: aiohttp.ClientSession) -> bool:
         """Reconcile every ModelCache once; return whether something changes."""
@@ -105,16 +108,20 @@ class ModelCacheController:
                 extra = {"object": obj["metadata"]["name"], "error": str(error)}
                 logger.error("ModelCache not understood", extra=extra)
         self._index.replace(cache for cache, _ in caches)
-        if not caches or not self._synced():
+        if not self._synced():
             return bool(caches)
-        selector, namespace = contract.LABEL_MODEL_CACHE, self._settings.lease_namespace
+        changing = await self._make_wanted({cache.name for cache, _ in caches})
+        if not caches:
+            return changing
+        selector = contract.LABEL_MODEL_CACHE
+        shared = any(cache.claim is not None for cache, _ in caches)
+        namespace = None if shared else self._settings.lease_namespace
         pods = [pod async for pod in self._client.list(POD, namespace, selector=selector)]
         volumes = [
             volume.read(each) async for each in self._client.list(PERSISTENT_VOLUME, None, selector=selector)
         ]
-        changing = False
         for cache, status in caches:
-            own = [fetcher.read(pod) for pod in pods if _owner(pod) == cache.uid]
+            own = [fetcher.read(pod) for pod in pods if fetcher.belongs(pod, cache, self._settings)]
             mine = [each for each in volumes if each.cache == cache.name]
             try:
                 changing |= await self._reconcile(session, cache, status, own, mine)
@@ -124,6 +131,28 @@ class ModelCacheController:
                 changing = True
         self._forget([cache for cache, _ in caches], {str(pod["metadata"]["uid"]) for pod in pods})
         return changing
+
+    async def _make_wanted(self, existing: set[str]) -> bool:
+        """Make the ModelCaches that InferenceServices with `cache.prefetch` have chosen; return whether there are any."""
+        made = False
+        for key in self._services:
+            entry = self._services.get(key)
+            service = entry.service if entry is not None and not entry.deleting else None
+            if service is None or not service.spec.cache.prefetch or not service.mounted_cache.name:
+                continue
+            body = prefetch.build(service, self._settings)
+            name = body["metadata"]["name"]
+            if name != service.mounted_cache.name or name in existing:
+                continue
+            try:
+                await self._create(MODEL_CACHE, body)
+            except ApiRefused as error:
+                extra = {"object": "/".join(key), "error": str(error)}
+                logger.warning("the ModelCache of cache.prefetch is refused", extra=extra)
+                continue
+            existing.add(name)
+            made = True
+        return made
 
     async def _reconcile(
         self,
@@ -141,10 +170,13 @@ class ModelCacheController:
             return True
         users = self._users(cache)
         in_use = bool(users) or any(each.phase == "Bound" for each in volumes)
-        selected = await self._selected(cache)
-        targets = sorted({each.name for each in selected if each.open} | _held(selected, fetchers))
+        if cache.claim is not None:
+            in_use |= self._services.is_claim_shared(cache.name)
+        targets: list[str] = []
         problem = None
         try:
+            selected = await self._selected(cache)
+            targets = sorted({each.name for each in selected if each.open} | _held(selected, fetchers))
             await self._sync_volumes(cache, users, volumes)
             if cache.deleting and not in_use:
                 if await self._remove(cache, [each.name for each in selected if each.open], fetchers):
@@ -169,7 +201,8 @@ class ModelCacheController:
         if await self._expire(cache, status):
             return True
         # What waits for a person or for a pod of a user is looked at like a cache that is ready.
-        return status.conditions[0].reason in ("Fetching", "Removing") or len(users) != len(volumes)
+        lacks_volumes = cache.claim is None and len(users) != len(volumes)
+        return status.conditions[0].reason in ("Fetching", "Removing") or lacks_volumes
 
     async def _fetch(
         self, cache: ModelCache, targets: list[str], selected: list[Node], fetchers: list[Fetcher]
@@ -178,9 +211,9 @@ class ModelCacheController:
         names = {each.name for each in selected}
         for each in fetchers:
             if each.node not in names and not each.terminating:
-                await self._delete(POD, self._settings.lease_namespace, each.name, each.uid)
+                await self._delete_pod(cache, each)
         starts = fan_out.next_starts(targets, fetchers)
-        if starts:
+        if starts and cache.claim is None:
             await self._create(SECRET, fetcher.build_secret(cache, self._settings))
         for start in starts:
             peers = [each.url for each in start.peers]
@@ -191,8 +224,7 @@ class ModelCacheController:
         )
         # The API server counts a deletion of the cache as a generation, too.
         if outdated and settled and not cache.deleting and not any(each.terminating for each in outdated):
-            first = min(outdated, key=_unready_first)
-            await self._delete(POD, self._settings.lease_namespace, first.name, first.uid)
+            await self._delete_pod(cache, min(outdated, key=_unready_first))
 
     async def _remove(self, cache: ModelCache, targets: list[str], fetchers: list[Fetcher]) -> bool:
         """Replace each fetcher by a pod that removes the model; return whether all of them are done.
@@ -203,7 +235,7 @@ class ModelCacheController:
         for each in fetchers:
             by_node.setdefault(each.node, []).append(each)
             if each.task == FETCH and not each.terminating:
-                await self._delete(POD, self._settings.lease_namespace, each.name, each.uid)
+                await self._delete_pod(cache, each)
         for node in targets:
             if node not in by_node:
                 await self._create(POD, fetcher.build_removal(cache, self._settings, node=node))
@@ -214,6 +246,8 @@ class ModelCacheController:
 
     async def _sync_volumes(self, cache: ModelCache, users: set[Key], volumes: list[Volume]) -> None:
         """Create the volumes that claims need, and delete those whose claim is gone; a bound one is never deleted."""
+        if cache.claim is not None:
+            return  # pods mount the shared claim itself
         needed = {
             (namespace, model_cache_claim.name(name, cache.name)): (namespace, name)
             for namespace, name in users
@@ -225,8 +259,8 @@ class ModelCacheController:
             ):
                 await self._delete(PERSISTENT_VOLUME, None, each.name, each.uid)
         existing = {each.claim for each in volumes}
-        for claim, key in needed.items():
-            if claim not in existing:
+        for reserved, key in needed.items():
+            if reserved not in existing:
                 await self._create(PERSISTENT_VOLUME, volume.build(cache, key))
 
     def _users(self, cache: ModelCache) -> set[Key]:
@@ -237,14 +271,39 @@ class ModelCacheController:
             if entry is None:
                 continue
             chosen = (
-                entry.service is not None and entry.service.model_cache == cache.name and not entry.deleting
+                entry.service is not None
+                and entry.service.mounted_cache.name == cache.name
+                and not entry.deleting
             )
-            if chosen or (CLAIM, model_cache_claim.name(key[1], cache.name)) in entry.children:
+            if cache.claim is None:
+                mounted = (CLAIM, model_cache_claim.name(key[1], cache.name)) in entry.children
+            else:
+                mounted = key[0] == cache.claim.namespace and entry.shares_claim_of(cache.name)
+            if chosen or mounted:
                 found.add(key)
         return found
 
+    async def _claim_as_node(self, cache: ModelCache, shared: spec.Claim) -> Node:
+        """Return the shared claim, which is made if it shall be, as if it were a node.
+
+        A claim that was made is deleted with the ModelCache, so the model need not be removed from it. Another one
+        cannot be mounted to remove the model unless it is bound.
+        """
+        name, is_made = claim.place(cache), shared.claim_name is None
+        try:
+            live = await self._client.get(CLAIM, shared.namespace, cache.claim_name)
+        except ApiNotFound:
+            if cache.deleting or not is_made:
+                return Node(name=name, open=False)
+            await self._create(CLAIM, claim.build(cache))
+            return Node(name=name, open=True)
+        bound = (live.get("status") or {}).get("phase") == "Bound"
+        return Node(name=name, open=not cache.deleting or (bound and not is_made))
+
     async def _selected(self, cache: ModelCache) -> list[Node]:
-        """Return the nodes with the cache's labels, from a list that is at most `NODES_SECONDS` old."""
+        """Return the nodes with the cache's labels, from a list that is at most `NODES_SECONDS` old; or the shared claim."""
+        if cache.claim is not None:
+            return [await self._claim_as_node(cache, cache.claim)]
         selector = label_selector(cache.spec.node_selector)
         listed = self._nodes.get(selector)
         if listed is None or time.monotonic() - listed[0] > NODES_SECONDS:
@@ -314,6 +373,9 @@ class ModelCacheController:
         with contextlib.suppress(ApiAlreadyExists):
             await self._client.create(kind, body["metadata"].get("namespace"), body)
 
+    async def _delete_pod(self, cache: ModelCache, pod: Fetcher) -> None:
+        await self._delete(POD, fetcher.namespace(cache, self._settings), pod.name, pod.uid)
+
     async def _delete(self, kind: Kind, namespace: str | None, name: str, uid: str) -> None:
         """Delete exactly this object, unless it is gone."""
         body = {"preconditions": {"uid": uid}, "propagationPolicy": "Background"}
@@ -337,11 +399,6 @@ async def _ask(session: aiohttp.ClientSession, each: Fetcher) -> Progress | None
         return msgspec.json.decode(body, type=Progress) if response.status == 200 else None
     except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError):
         return None
-
-
-def _owner(pod: dict[str, Any]) -> str:
-    owners = pod["metadata"].get("ownerReferences") or []
-    return next((str(owner["uid"]) for owner in owners if owner.get("controller")), "")
 
 
 def _held(selected: list[Node], fetchers: list[Fetcher]) -> set[str]:

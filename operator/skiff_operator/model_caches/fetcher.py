@@ -1,4 +1,7 @@
-"""The fetcher, the pod that keeps a model on one node, and the pod that removes it; builders, and the state of live ones."""
+"""The fetcher, the pod that keeps a model on one node or on a shared claim, and the pod that removes it.
+
+It has the builders, and reads the state of live pods.
+"""
 
 import json
 import re
@@ -9,6 +12,7 @@ import msgspec
 
 from skiff_operator.kinds import POD, SECRET
 from skiff_operator.model_caches.spec import ModelCache, owner_reference
+from skiff_operator.resources import credentials
 from skiff_operator.resources.metadata import FIELD_MANAGER, digest
 from skiff_operator.resources.pod import USER_ID
 from skiff_operator.settings import Settings
@@ -27,10 +31,14 @@ _DEFAULT_RESOURCES: Final = {"requests": {"cpu": "50m", "memory": "256Mi"}, "lim
 _TOKEN_BYTES: Final = 32
 _MESSAGE_CHARACTERS: Final = 512
 _REMOVE_ALL: Final = 'rm -rf -- "$0"/* "$0"/.[!.]*'
+"""A mount itself cannot be removed."""
+_REMOVE_DIRECTORY: Final = 'rm -rf -- "$0"'
 
 
 class Fetcher(msgspec.Struct, frozen=True, kw_only=True):
-    """A live pod of one node. `task` is `fetch` or `remove`; `ready`: the model is on the node, or is removed.
+    """A live pod of one node, or of a shared claim, whose place stands for a node. `task` is `fetch` or `remove`.
+
+    `ready`: the model is there, or is removed.
 
     `reason` and `message` explain a failure, and are empty while there is none.
     """
@@ -54,6 +62,11 @@ class Fetcher(msgspec.Struct, frozen=True, kw_only=True):
         return f"http://{host}:{contract.PEER_PORT}"
 
 
+def namespace(cache: ModelCache, settings: Settings) -> str:
+    """Return the namespace of the fetchers: that of the operator, or that of the shared claim, which no other can mount."""
+    return settings.lease_namespace if cache.claim is None else cache.claim.namespace
+
+
 def secret_name(cache: ModelCache) -> str:
     """Return the name of the Secret with the token of the cache's peers."""
     return f"{_prefix(cache)}-peers"
@@ -71,21 +84,25 @@ def build_secret(cache: ModelCache, settings: Settings) -> dict[str, Any]:
 
 
 def build(cache: ModelCache, settings: Settings, *, node: str, peers: list[str]) -> dict[str, Any]:
-    """Build the fetcher of a node. It asks `peers` before the source."""
+    """Build the fetcher of a node, or of a shared claim. It asks `peers` before the source."""
     model = cache.spec.model
     arguments = [contract.COMMAND_FETCH, contract.FLAG_MODEL, model.uri]
     if model.revision is not None:
         arguments += [contract.FLAG_REVISION, model.revision]
-    arguments += [contract.FLAG_DOWNLOAD_DIR, _DIRECTORY, contract.FLAG_SERVE_PEERS, str(contract.PEER_PORT)]
+    arguments += [contract.FLAG_DOWNLOAD_DIR, _directory(cache)]
+    arguments += [contract.FLAG_SERVE_PEERS, str(contract.PEER_PORT)]
     for peer in peers:
         arguments += [contract.FLAG_PEER, peer]
     environment = {each["name"]: each for each in cache.spec.env}
     environment.setdefault("HOME", {"name": "HOME", "value": "/tmp"})
-    environment[contract.ENV_PEER_TOKEN] = _from_secret(contract.ENV_PEER_TOKEN, secret_name(cache), "token")
-    credentials = model.credentials_secret_ref
-    if credentials is not None:
-        name = contract.ENV_HUB_TOKEN
-        environment[name] = _from_secret(name, credentials.name, credentials.key)
+    if cache.claim is None:  # else there are no peers
+        reference = {"secretKeyRef": {"name": secret_name(cache), "key": "token"}}
+        environment[contract.ENV_PEER_TOKEN] = {"name": contract.ENV_PEER_TOKEN, "valueFrom": reference}
+    for each in (
+        *credentials.endpoint(cache.scheme, model.endpoint),
+        *credentials.variables(cache.scheme, model.credentials_secret_ref),
+    ):
+        environment[each["name"]] = each
     container = {
         **_container(FETCH, settings),
         "command": ["skiff"],
@@ -101,13 +118,24 @@ def build(cache: ModelCache, settings: Settings, *, node: str, peers: list[str])
 
 
 def build_removal(cache: ModelCache, settings: Settings, *, node: str) -> dict[str, Any]:
-    """Build the pod that empties the directory of the model on a node."""
+    """Build the pod that removes the model from a node or from a shared claim."""
+    script = _REMOVE_ALL if cache.claim is None else _REMOVE_DIRECTORY
     container = {
         **_container(REMOVE, settings),
-        "command": ["sh", "-c", _REMOVE_ALL, _DIRECTORY],
+        "command": ["sh", "-c", script, _directory(cache)],
         "resources": _DEFAULT_RESOURCES,
     }
     return _pod(cache, settings, node, task=REMOVE, container=container, restart_policy="OnFailure")
+
+
+def belongs(pod: dict[str, Any], cache: ModelCache, settings: Settings) -> bool:
+    """Return whether a pod is a fetcher, or a removal, of the cache.
+
+    Everyone may write any owner into pods of their own namespace, and must not become a peer that way.
+    """
+    owners = pod["metadata"].get("ownerReferences") or []
+    owned = any(owner.get("controller") and owner["uid"] == cache.uid for owner in owners)
+    return owned and pod["metadata"]["namespace"] == namespace(cache, settings)
 
 
 def read(pod: dict[str, Any]) -> Fetcher:
@@ -141,7 +169,10 @@ def _failure(
     """Return reason and message, with the remedy, of what keeps the pod from its task; empty while it merely works."""
     scheduled = conditions.get("PodScheduled", {})
     if scheduled.get("status") == "False" and scheduled.get("reason") == "Unschedulable":
-        remedy = "lower spec.resources, tolerate its taints in spec.tolerations, or leave the node out by spec.nodeSelector"
+        remedy = (
+            "lower spec.resources, tolerate its taints in spec.tolerations, leave the node out by spec.nodeSelector, "
+            "or look at the claim of spec.storage"
+        )
         return "Unschedulable", f"{scheduled.get('message', '')}; {remedy}"
     if status.get("phase") == "Failed":
         return status.get("reason") or "Failed", status.get("message") or "the pod failed"
@@ -162,7 +193,8 @@ def _failure(
         ):
             return (
                 "ContainerConfigError",
-                f"{text}; spec.model.credentialsSecretRef and spec.env name Secrets of the operator's namespace",
+                f"{text}; spec.model.credentialsSecretRef and spec.env name Secrets of the namespace of the fetchers, which "
+                "is the operator's, or that of spec.storage.claim",
             )
         ended = container.get("state", {}).get("terminated") or container.get("lastState", {}).get(
             "terminated"
@@ -174,21 +206,31 @@ def _failure(
 
 _CLASSES: Final = (
     (
-        r"refuses .* \((401|403)\)",
+        r"refuses .* \((401|403)\)|access was refused|no credentials were found",
         "AccessDenied",
-        "name a Secret with a valid token in spec.model.credentialsSecretRef",
+        "name a Secret with valid credentials in spec.model.credentialsSecretRef, or a ServiceAccount with a workload "
+        "identity in spec.serviceAccountName",
     ),
-    (r"\(404\)", "ModelNotFound", "create another ModelCache with a uri and a revision that exist"),
-    (r"space", "DiskFull", "free the node's disk, or leave the node out by spec.nodeSelector"),
+    (r"in another region", "WrongRegion", "set AWS_REGION in spec.env"),
+    (
+        r"\(404|has no objects|not found\)",
+        "ModelNotFound",
+        "create another ModelCache with a uri and a revision that exist",
+    ),
+    (
+        r"space",
+        "DiskFull",
+        "free the node's disk, leave the node out by spec.nodeSelector, or use a larger claim",
+    ),
     (
         r"writable",
         "NotWritable",
-        "let the chart prepare it (modelCache.chownHostPath), or give it to user 65532",
+        "let the chart prepare it (modelCache.chownHostPath), or give it to user 65532; a claim to group 65532",
     ),
     (
         r"no answer from|does not answer|gave up after",
         "SourceUnreachable",
-        "set HTTPS_PROXY or HF_ENDPOINT in spec.env",
+        "correct spec.model.endpoint, or set HTTPS_PROXY in spec.env",
     ),
     (r"checksum", "ChecksumMismatch", "look for a proxy that changes files, or a faulty disk"),
 )
@@ -223,7 +265,7 @@ def _prefix(cache: ModelCache) -> str:
 def _metadata(cache: ModelCache, settings: Settings, name: str) -> dict[str, Any]:
     return {
         "name": name,
-        "namespace": settings.lease_namespace,
+        "namespace": namespace(cache, settings),
         "labels": {
             contract.LABEL_NAME: APP,
             contract.LABEL_INSTANCE: cache.name,
@@ -248,10 +290,8 @@ def _pod(
     metadata["annotations"] = {ANNOTATION_NODE: node, ANNOTATION_GENERATION: str(cache.generation)}
     mount = {"name": "models", "mountPath": _DIRECTORY}
     scratch = {"name": "tmp", "mountPath": "/tmp"}
-    term = {"matchFields": [{"key": "metadata.name", "operator": "In", "values": [node]}]}
-    nodes = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [term]}}
     spec: dict[str, Any] = {
-        "affinity": {"nodeAffinity": nodes},
+        **_storage(cache, node),
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "restartPolicy": restart_policy,
@@ -263,18 +303,39 @@ def _pod(
             "seccompProfile": {"type": "RuntimeDefault"},
         },
         "containers": [{**container, "volumeMounts": [mount, scratch]}],
-        "volumes": [
-            {"name": "models", "hostPath": {"path": cache.directory, "type": "DirectoryOrCreate"}},
-            {"name": "tmp", "emptyDir": {"sizeLimit": "1Gi"}},
-        ],
     }
-    if settings.model_cache_chown:
+    spec["volumes"] = [*spec["volumes"], {"name": "tmp", "emptyDir": {"sizeLimit": "1Gi"}}]
+    if cache.claim is not None:
+        # The kubelet gives most kinds of volumes to this group; a namespace may forbid containers that are root.
+        spec["securityContext"] |= {"fsGroup": USER_ID, "fsGroupChangePolicy": "OnRootMismatch"}
+    elif settings.model_cache_chown:
         spec["initContainers"] = [_chown(settings, mount)]
+    if cache.spec.service_account_name is not None:
+        spec["serviceAccountName"] = cache.spec.service_account_name
     if cache.spec.tolerations:
         spec["tolerations"] = list(cache.spec.tolerations)
     if settings.default_image_pull_secrets:
         spec["imagePullSecrets"] = [{"name": name} for name in settings.default_image_pull_secrets]
     return {"apiVersion": POD.api_version, "kind": POD.name, "metadata": metadata, "spec": spec}
+
+
+def _storage(cache: ModelCache, node: str) -> dict[str, Any]:
+    """Return the volume with the model, and the nodes on which a pod can use it."""
+    if cache.claim is not None:
+        claim = {"name": "models", "persistentVolumeClaim": {"claimName": cache.claim_name}}
+        return {"nodeSelector": cache.spec.node_selector, "volumes": [claim]}
+    term = {"matchFields": [{"key": "metadata.name", "operator": "In", "values": [node]}]}
+    nodes = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [term]}}
+    directory = {
+        "name": "models",
+        "hostPath": {"path": cache.directory, "type": "DirectoryOrCreate"},
+    }
+    return {"affinity": {"nodeAffinity": nodes}, "volumes": [directory]}
+
+
+def _directory(cache: ModelCache) -> str:
+    """Return the directory of the model inside the pod. A shared claim may contain other files than the model."""
+    return _DIRECTORY if cache.claim is None else f"{_DIRECTORY}/{cache.directory}"
 
 
 def _chown(settings: Settings, mount: dict[str, Any]) -> dict[str, Any]:
@@ -307,10 +368,6 @@ def _container(name: str, settings: Settings) -> dict[str, Any]:
             "readOnlyRootFilesystem": True,
         },
     }
-
-
-def _from_secret(variable: str, name: str, key: str) -> dict[str, Any]:
-    return {"name": variable, "valueFrom": {"secretKeyRef": {"name": name, "key": key}}}
 
 
 def _probe(path: str, *, period_seconds: int, failures: int) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import msgspec
 
 from skiff_operator.model_caches.fetcher import FETCH, REMOVE, Fetcher
 from skiff_operator.model_caches.spec import ModelCache
-from skiff_operator.status import Condition
+from skiff_operator.status import Condition, dated
 
 READY: Final = "Ready"
 MAX_INCOMPLETE: Final = 100
@@ -22,7 +22,7 @@ class Progress(msgspec.Struct, frozen=True):
 
 
 class IncompleteNode(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
-    """A node that does not have the model yet, or not removed it yet."""
+    """A node, or a shared claim as NAMESPACE/NAME, that does not have the model yet, or not removed it yet."""
 
     node: str
     state: Literal["Waiting", "Starting", "Fetching", "Failed", "Removing"]
@@ -78,17 +78,9 @@ def report(cache: ModelCache, facts: Facts, previous: Status | None, now: str) -
         if each.name in facts.progress and facts.progress[each.name].state == "complete"
     ]
     ready = len(facts.nodes) - len(incomplete)
-    status, reason, message = _verdict(cache, facts, ready, incomplete)
     before = None if previous is None else next(iter(previous.conditions), None)
-    same = before is not None and before.status == status
-    condition = Condition(
-        type=READY,
-        status=status,
-        reason=reason,
-        message=message[:1024],
-        last_transition_time=before.last_transition_time if same and before else now,
-        observed_generation=cache.generation,
-    )
+    verdict = (READY, *_verdict(cache, facts, ready, incomplete))
+    condition = dated(verdict, cache.generation, before, now)
     unused_since = previous.unused_since if previous else ""
     return Status(
         observed_generation=cache.generation,
@@ -113,26 +105,31 @@ def read(stored: object) -> Status | None:
 
 def _verdict(
     cache: ModelCache, facts: Facts, ready: int, incomplete: list[IncompleteNode]
-) -> tuple[str, str, str]:
-    count = f"{ready} of {len(facts.nodes)} nodes have the model"
+) -> tuple[bool, str, str]:
+    count = f"{ready} of {len(facts.nodes)} {'nodes have' if cache.claim is None else 'claims has'} the model"
     if facts.problem is not None:
-        return "False", *facts.problem
+        return False, *facts.problem
     if cache.deleting and facts.in_use:
         return (
-            "False",
+            False,
             "InUse",
             f"{facts.users} InferenceServices use the model; it is removed when their pods are gone",
         )
     if cache.deleting:
-        return "False", "Removing", f"{len(incomplete)} nodes still have the model"
+        what = "nodes still have" if cache.claim is None else "claims still has"
+        return False, "Removing", f"{len(incomplete)} {what} the model"
+    if not facts.nodes and cache.claim is not None:
+        missing = f"namespace {cache.claim.namespace} has no claim {cache.claim_name}"
+        return False, "NoClaim", f"{missing}; create it, or another ModelCache with storage.claim.size"
     if not facts.nodes:
-        return "False", "NoNodes", "no node is ready that spec.nodeSelector and spec.tolerations allow"
+        return False, "NoNodes", "no node is ready that spec.nodeSelector and spec.tolerations allow"
     failed = next((each for each in incomplete if each.state == "Failed"), None)
     if failed is not None:
-        return "False", failed.reason, f"{count}; node {failed.node}: {failed.message}"
+        place = "node" if cache.claim is None else "claim"
+        return False, failed.reason, f"{count}; {place} {failed.node}: {failed.message}"
     if incomplete:
-        return "False", "Fetching", count
-    return "True", "Ready", count
+        return False, "Fetching", count
+    return True, "Ready", count
 
 
 def _incomplete(node: str, fetcher: Fetcher, progress: dict[str, Progress]) -> IncompleteNode | None:

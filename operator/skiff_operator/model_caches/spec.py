@@ -4,36 +4,45 @@ from typing import Any, Final
 
 import msgspec
 
+from skiff_operator import model_uri
 from skiff_operator.errors import InvalidSpec
+from skiff_operator.resources import model_cache_claim
+from skiff_operator.resources.metadata import FIELD_MANAGER
+from skiff_operator.spec import SecretKey
 from skiff_runtime import contract
 
 FINALIZER: Final = f"{contract.API_GROUP}/modelcache"
 DEFAULT_REVISION: Final = "main"
+DEFAULT_HOST_PATH: Final = "/var/lib/skiff/models"
 
 
 class _Strict(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
     """Base of every part of the spec: immutable, camelCase in JSON, unknown fields refused."""
 
 
-class SecretKey(_Strict, frozen=True):
-    """One key of a Secret in the operator's namespace."""
-
-    name: str
-    key: str = "token"
-
-
 class Model(_Strict, frozen=True):
-    """The model to keep."""
+    """The model to keep. The Secret is in the namespace of the fetchers."""
 
     uri: str
     revision: str | None = None
+    endpoint: str | None = None
     credentials_secret_ref: SecretKey | None = None
 
 
-class Storage(_Strict, frozen=True):
-    """The directory of each node; the model is in a directory of its own inside of it."""
+class Claim(_Strict, frozen=True):
+    """A PersistentVolumeClaim that several nodes can mount: an existing one, or one that is made with this size."""
 
-    host_path: str = "/var/lib/skiff/models"
+    namespace: str
+    claim_name: str | None = None
+    size: str | int | None = None
+    storage_class_name: str | None = None
+
+
+class Storage(_Strict, frozen=True):
+    """The place of the model, in a directory of its own: a directory of each node, or a shared claim."""
+
+    host_path: str | None = None
+    claim: Claim | None = None
 
 
 class Spec(_Strict, frozen=True):
@@ -45,11 +54,15 @@ class Spec(_Strict, frozen=True):
     tolerations: tuple[dict[str, Any], ...] = ()
     env: tuple[dict[str, Any], ...] = ()
     resources: dict[str, dict[str, str | int]] = {}
+    service_account_name: str | None = None
     retention_seconds: int | None = None
 
 
 class ModelCache(msgspec.Struct, frozen=True, kw_only=True):
-    """One ModelCache: its identity and its validated spec. `finalizers` are those of its metadata."""
+    """One ModelCache: its identity and its validated spec. `finalizers` are those of its metadata.
+
+    `managed`: the operator made it for InferenceServices with `cache.prefetch`.
+    """
 
     name: str
     uid: str
@@ -58,11 +71,31 @@ class ModelCache(msgspec.Struct, frozen=True, kw_only=True):
     deleting: bool
     finalizers: tuple[str, ...]
     spec: Spec
+    managed: bool = False
 
     @property
     def directory(self) -> str:
-        """The directory of the model on each node."""
-        return f"{self.spec.storage.host_path}/{self.name}"
+        """The directory of the model on each node, or in the shared claim."""
+        if self.claim is not None:
+            return model_cache_claim.directory(self.name)
+        return f"{self.spec.storage.host_path or DEFAULT_HOST_PATH}/{self.name}"
+
+    @property
+    def claim(self) -> Claim | None:
+        """The shared claim that keeps the model; None if nodes do."""
+        return self.spec.storage.claim
+
+    @property
+    def claim_name(self) -> str:
+        """The name of the shared claim; empty if nodes keep the model. No InferenceService's claim has such a name."""
+        if self.claim is None:
+            return ""
+        return self.claim.claim_name or f"skiff-model.{self.name}"
+
+    @property
+    def scheme(self) -> str:
+        """The scheme of the model's URI."""
+        return model_uri.parse(self.spec.model.uri).scheme
 
     @property
     def revision(self) -> str:
@@ -79,6 +112,7 @@ def parse(obj: dict[str, Any]) -> ModelCache:
     meta = obj["metadata"]
     try:
         spec = msgspec.convert(obj.get("spec", {}), Spec)
+        model_uri.parse(spec.model.uri)
     except msgspec.ValidationError as error:
         raise InvalidSpec(f"spec: {error}; compare it with `kubectl explain modelcache.spec`") from error
     return ModelCache(
@@ -89,6 +123,7 @@ def parse(obj: dict[str, Any]) -> ModelCache:
         deleting="deletionTimestamp" in meta,
         finalizers=tuple(meta.get("finalizers") or ()),
         spec=spec,
+        managed=(meta.get("labels") or {}).get(contract.LABEL_MANAGED_BY) == FIELD_MANAGER,
     )
 
 

@@ -57,7 +57,10 @@ def fetch(service: InferenceService, settings: Settings, mounts: list[dict[str, 
         "args": [contract.COMMAND_FETCH, *_model_arguments(service), *_wait_arguments(service)],
         "resources": fetch_resources(service, settings),
     }
-    container["env"] = _variables(*container["env"], *credentials.variables(service))
+    if not service.mounted_cache.name:  # else its fetcher downloads
+        secret = service.spec.model.credentials_secret_ref
+        access = credentials.variables(service.source.scheme, secret)
+        container["env"] = _variables(*container["env"], *access)
     return container
 
 
@@ -109,7 +112,7 @@ def _common(
 ) -> dict[str, Any]:
     runtime = service.spec.runtime
     home = {"name": "HOME", "value": volumes.SCRATCH_DIRECTORY}
-    endpoint = credentials.endpoint(service)
+    endpoint = credentials.endpoint(service.source.scheme, service.spec.model.endpoint)
     return {
         "name": name,
         "image": runtime.image or settings.runtime_image(runtime.device),
@@ -131,13 +134,13 @@ def _model_arguments(service: InferenceService) -> list[str]:
     if service.source.is_fetched:
         if service.spec.model.revision is not None:
             arguments += [contract.FLAG_REVISION, service.spec.model.revision]
-        arguments += [contract.FLAG_DOWNLOAD_DIR, volumes.CACHE_DIRECTORY]
+        arguments += [contract.FLAG_DOWNLOAD_DIR, volumes.download_directory(service)]
     return arguments
 
 
 def _wait_arguments(service: InferenceService) -> list[str]:
     """Return the flag with which the download waits for that of a ModelCache's fetcher, and reads no source itself."""
-    return [contract.FLAG_WAIT] if service.model_cache else []
+    return [contract.FLAG_WAIT] if service.mounted_cache.name else []
 
 
 def _serve_arguments(service: InferenceService) -> list[str]:

@@ -2,15 +2,10 @@
 
 from typing import Any, Final
 
-from skiff_operator.spec import InferenceService
+from skiff_operator.model_uri import ENDPOINTS
+from skiff_operator.spec import SecretKey
 from skiff_runtime import contract
 
-_ENDPOINTS: Final = {
-    "hf": contract.ENV_HUB_ENDPOINT,
-    "s3": contract.ENV_S3_ENDPOINT,
-    "gs": contract.ENV_GS_ENDPOINT,
-    "oci": contract.ENV_OCI_ENDPOINT,
-}
 _TEXTS: Final = {
     "hf": (contract.ENV_HUB_TOKEN, "token"),
     "gs": (contract.ENV_GS_CREDENTIALS, "key.json"),
@@ -25,20 +20,18 @@ _S3_KEYS: Final = (
 """Keys of the Secret of an s3:// model, which are also the variables; the session token may be absent."""
 
 
-def endpoint(service: InferenceService) -> list[dict[str, Any]]:
+def endpoint(scheme: str, address: str | None) -> list[dict[str, Any]]:
     """Return the variable of `model.endpoint`, which is no secret: server and download find the model under it."""
-    address = service.spec.model.endpoint
-    return [] if address is None else [{"name": _ENDPOINTS[service.source.scheme], "value": address}]
+    return [] if address is None else [{"name": ENDPOINTS[scheme], "value": address}]
 
 
-def variables(service: InferenceService) -> list[dict[str, Any]]:
+def variables(scheme: str, secret: SecretKey | None) -> list[dict[str, Any]]:
     """Return the variables of `model.credentialsSecretRef`, for the download alone."""
-    secret = service.spec.model.credentials_secret_ref
     if secret is None:
         return []
-    if service.source.scheme == "s3":
+    if scheme == "s3":
         return [_variable(name, secret.name, name, optional=optional) for name, optional in _S3_KEYS]
-    name, key = _TEXTS[service.source.scheme]
+    name, key = _TEXTS[scheme]
     return [_variable(name, secret.name, secret.key or key)]
 
 

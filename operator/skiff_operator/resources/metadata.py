@@ -13,6 +13,8 @@ FIELD_MANAGER: Final = "skiff-operator"
 ANNOTATION_HASH: Final = f"{contract.API_GROUP}/desired-hash"
 ANNOTATION_SPEC_HASH: Final = f"{contract.API_GROUP}/spec-hash"
 """Hash of the spec from which a pod template was built, on ControllerRevisions and Deployments."""
+ANNOTATION_MODEL_CACHE: Final = f"{contract.API_GROUP}/model-cache"
+"""The ModelCache whose shared claim a pod mounts. A claim alone does not show it: it may have other users."""
 LABEL_REVISION: Final = f"{contract.API_GROUP}/revision"
 
 

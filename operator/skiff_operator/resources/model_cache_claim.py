@@ -1,4 +1,4 @@
-"""The PersistentVolumeClaim by which an InferenceService mounts the model of a ModelCache, read-only.
+"""The PersistentVolumeClaim by which an InferenceService mounts the model that a ModelCache keeps on nodes, read-only.
 
 It is reserved for one PersistentVolume, and the volume for it: `model_caches.volume` builds the other side.
 """
@@ -6,8 +6,8 @@ It is reserved for one PersistentVolume, and the volume for it: `model_caches.vo
 from typing import Any, Final
 
 from skiff_operator.kinds import CLAIM
-from skiff_operator.resources.metadata import child, digest
-from skiff_operator.spec import InferenceService
+from skiff_operator.resources.metadata import ANNOTATION_MODEL_CACHE, child, digest
+from skiff_operator.spec import InferenceService, MountedCache
 from skiff_runtime import contract
 
 CAPACITY: Final = "1Gi"
@@ -27,19 +27,27 @@ def cache_of(claim: str, service: str) -> str:
     return claim.removeprefix(prefix) if claim.startswith(prefix) else ""
 
 
+def directory(cache: str) -> str:
+    """Return the directory of a ModelCache in a shared claim, which may contain other files."""
+    return f"skiff-models/{cache}"
+
+
 def volume_name(namespace: str, service: str, cache: str) -> str:
     """Return the name of the volume for the claim."""
     return f"skiff-model-{digest([cache, namespace, service])}"
 
 
-def mounted_cache(deployment: dict[str, Any]) -> str:
-    """Return the ModelCache that the pods of a live Deployment mount; empty if they mount none."""
-    service = deployment["metadata"]["name"]
-    for volume in deployment["spec"]["template"]["spec"].get("volumes") or []:
-        found = cache_of((volume.get("persistentVolumeClaim") or {}).get("claimName", ""), service)
-        if found:
-            return found
-    return ""
+def mounted_cache(deployment: dict[str, Any]) -> MountedCache:
+    """Return the ModelCache that the pods of a live Deployment mount."""
+    service, template = deployment["metadata"]["name"], deployment["spec"]["template"]
+    shared = (template["metadata"].get("annotations") or {}).get(ANNOTATION_MODEL_CACHE, "")
+    for volume in template["spec"].get("volumes") or []:
+        claim = (volume.get("persistentVolumeClaim") or {}).get("claimName", "")
+        if shared and volume["name"] == "cache":
+            return MountedCache(shared, claim)
+        if found := cache_of(claim, service):
+            return MountedCache(found)
+    return MountedCache()
 
 
 def build(service: InferenceService, cache: str) -> dict[str, Any]:

@@ -4,7 +4,13 @@ from typing import Any, Final
 
 from skiff_operator.errors import InvalidSpec
 from skiff_operator.resources import containers, kernel_cache, overlay, pod_security, volumes
-from skiff_operator.resources.metadata import LABEL_REVISION, digest, labels, selector
+from skiff_operator.resources.metadata import (
+    ANNOTATION_MODEL_CACHE,
+    LABEL_REVISION,
+    digest,
+    labels,
+    selector,
+)
 from skiff_operator.settings import Settings
 from skiff_operator.spec import InferenceService
 from skiff_runtime import contract
@@ -19,10 +25,12 @@ def build(service: InferenceService, settings: Settings) -> dict[str, Any]:
     Raises:
         InvalidSpec: the overlay needs a permission that the operator's settings do not give.
     """
-    base = {
+    base: dict[str, Any] = {
         "metadata": {"labels": {**labels(service), contract.LABEL_ENGINE_TYPE: contract.ENGINE_TYPE}},
         "spec": _pod_spec(service, settings),
     }
+    if service.mounted_cache.claim:
+        base["metadata"]["annotations"] = {ANNOTATION_MODEL_CACHE: service.mounted_cache.name}
     template: dict[str, Any] = overlay.merge(base, service.spec.pod_template)
     if not settings.allow_privileged_pods:
         template["spec"] = pod_security.complete(template["spec"])
@@ -72,7 +80,7 @@ def _pod_spec(service: InferenceService, settings: Settings) -> dict[str, Any]:
     }
     if service.source.is_fetched:
         # A ModelCache is complete or its fetcher completes it; a pod must not write to what others use.
-        writable = not service.model_cache
+        writable = not service.mounted_cache.name
         shared = [volume.mount(writable=writable) for volume in mounted if not volume.serving]
         spec["initContainers"] = [containers.fetch(service, settings, shared)]
     if settings.default_image_pull_secrets:

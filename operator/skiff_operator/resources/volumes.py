@@ -78,6 +78,12 @@ def model_argument(service: InferenceService) -> str:
     return MODEL_DIRECTORY if source.scheme == "file" else service.spec.model.uri
 
 
+def download_directory(service: InferenceService) -> str:
+    """Return the directory of downloaded models inside the pod."""
+    cache = service.mounted_cache
+    return f"{CACHE_DIRECTORY}/{model_cache_claim.directory(cache.name)}" if cache.claim else CACHE_DIRECTORY
+
+
 def needs_claim(service: InferenceService) -> bool:
     """Return whether the operator must create the cache's claim."""
     return service.source.is_fetched and service.spec.cache.size is not None
@@ -90,8 +96,9 @@ def downloads_to_node(service: InferenceService) -> bool:
 
 def _cache_source(service: InferenceService) -> dict[str, Any]:
     cache = service.spec.cache
-    if service.model_cache:
-        claim = model_cache_claim.name(service.name, service.model_cache)
+    mounted = service.mounted_cache
+    if mounted.name:
+        claim = mounted.claim or model_cache_claim.name(service.name, mounted.name)
         return {"persistentVolumeClaim": {"claimName": claim, "readOnly": True}}
     if cache.host_path is not None:
         return {"hostPath": {"path": cache.host_path, "type": "Directory"}}

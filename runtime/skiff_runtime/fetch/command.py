@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import secrets
 import signal
 import time
 from pathlib import Path
@@ -33,9 +34,9 @@ from skiff_runtime.contract import (
 )
 from skiff_runtime.conversion.tokenizer_json import find_or_convert_tokenizer
 from skiff_runtime.errors import ConfigError, FetchError, ModelError
-from skiff_runtime.hub.fetch import Peers, default_hub_cache, fetch, wait_for_model
-from skiff_runtime.hub.hub_reference import DEFAULT_REVISION, SCHEME, parse_reference
-from skiff_runtime.sources.fetch import fetch_model, is_remote
+from skiff_runtime.hub.fetch import Peers, default_hub_cache, disk_errors
+from skiff_runtime.hub.hub_reference import DEFAULT_REVISION
+from skiff_runtime.sources.fetch import fetch_model, is_remote, wait_for_model
 
 CHECK_SECONDS: Final = 30.0
 """Seconds between two looks at the files of a model that is offered to peers."""
@@ -48,6 +49,9 @@ its GGUF file, is printed to standard output.
 A model that is complete in the cache needs no network; to update a branch, pass the
 new commit as {FLAG_REVISION}; to update a bucket or a tag, use another path or tag.
 
+environment of peers:
+  {ENV_PEER_TOKEN} secret of at least 16 characters that peers share
+
 environment of hf://, as for all tools of the hub:
   {ENV_HUB_TOKEN}         token for gated and private models; sent only to the hub
   HF_TOKEN_PATH    file with the token (default: token in HF_HOME)
@@ -55,7 +59,6 @@ environment of hf://, as for all tools of the hub:
   HF_HUB_CACHE     directory of the models without {FLAG_DOWNLOAD_DIR}
   HF_HUB_OFFLINE   1: use the cache only; fail if the model is not complete in it
   HTTPS_PROXY      proxy; NO_PROXY lists the hosts to reach without it
-  {ENV_PEER_TOKEN} secret of at least 16 characters that peers share
 
 environment of s3://, as for Amazon's tools; without keys, a workload identity is used:
   {ENV_S3_KEY_ID}, {ENV_S3_SECRET_KEY}, {ENV_S3_SESSION_TOKEN}
@@ -112,7 +115,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="URL",
-        help=f"another {FLAG_SERVE_PEERS} that has the model, as http://HOST:PORT; it is asked before the hub; may be repeated",
+        help=f"another {FLAG_SERVE_PEERS} that has the model, as http://HOST:PORT; it is asked before the source; may be repeated",
     )
     parser.add_argument(
         FLAG_SERVE_PEERS,
@@ -161,19 +164,19 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _peers(arguments: argparse.Namespace) -> Peers | None:
-    """Return the peers of the flags. Raises ``ConfigError`` for a malformed address or without a token."""
-    if not arguments.model.startswith(SCHEME) and (
-        arguments.wait or arguments.peer or arguments.serve_peers is not None
-    ):
-        raise ConfigError(f"{FLAG_PEER}, {FLAG_SERVE_PEERS} and {FLAG_WAIT} are for hf:// models; omit them")
+    """Return the peers of the flags. Raises ``ConfigError`` for a malformed address, and for peers without a token."""
     if arguments.wait and (arguments.peer or arguments.serve_peers is not None):
         raise ConfigError(f"{FLAG_WAIT} downloads nothing; omit {FLAG_PEER} and {FLAG_SERVE_PEERS}")
     if not arguments.peer and arguments.serve_peers is None:
         return None
     # Imported only with peers: it needs an HTTP library.
-    from skiff_runtime.hub.peer_client import check_peers
+    from skiff_runtime.hub.peer_protocol import check_peers
 
     token = os.environ.get(ENV_PEER_TOKEN, "")
+    if not token and not arguments.peer:
+        # The server still reports its progress; no peer knows this token, so files are sent to none.
+        token = secrets.token_urlsafe()
+        log.event("peer_server_private", reason=f"{ENV_PEER_TOKEN} is not set: files are sent to no peer")
     check_peers(arguments.peer, token)
     return Peers(tuple(arguments.peer), token)
 
@@ -182,11 +185,9 @@ def _fetch(arguments: argparse.Namespace, peers: Peers | None) -> Path:
     """Fetch the model, or wait for it, and convert its tokenizer. Raises ``FetchError``."""
     cache_dir = arguments.download_dir or default_hub_cache()
     if arguments.wait:
-        path = wait_for_model(parse_reference(arguments.model, arguments.revision), cache_dir)
-    elif peers is not None and peers.urls:
-        path = fetch(parse_reference(arguments.model, arguments.revision), cache_dir, peers=peers)
+        path = wait_for_model(arguments.model, arguments.revision, cache_dir)
     else:
-        path = fetch_model(arguments.model, arguments.revision, cache_dir)
+        path = fetch_model(arguments.model, arguments.revision, cache_dir, peers=peers)
     try:
         find_or_convert_tokenizer(path, tokenizer_cache_dirs(arguments.download_dir))
     except ModelError as error:  # the server reports it again, and exits
@@ -196,14 +197,17 @@ def _fetch(arguments: argparse.Namespace, peers: Peers | None) -> Path:
 
 def _fetch_and_serve(arguments: argparse.Namespace, peers: Peers | None) -> int:
     """Fetch the model and offer it to peers until SIGTERM. Raises ``FetchError``, also when its files disappear."""
-    from skiff_runtime.fetch.peer_server import PeerServer
+    from skiff_runtime.fetch.peer_server import PeerServer, offered_model
 
     assert peers is not None, "a server has a token"
     cache_dir = arguments.download_dir or default_hub_cache()
     address = {"host": arguments.host, "port": arguments.serve_peers}
-    reference = parse_reference(arguments.model, arguments.revision)
-    with PeerServer(reference, cache_dir, token=peers.token, **address) as server:
-        print(_fetch(arguments, peers), flush=True)
+    model = offered_model(arguments.model, arguments.revision, cache_dir)
+    with PeerServer(model, token=peers.token, **address) as server:
+        path = _fetch(arguments, peers)
+        with disk_errors(cache_dir):
+            model.prepare()
+        print(path, flush=True)
         try:
             while server.offer():
                 time.sleep(CHECK_SECONDS)

@@ -8,6 +8,7 @@ import hmac
 import socket
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Literal
@@ -29,10 +30,13 @@ from skiff_runtime.contract import (
     PATH_READYZ,
 )
 from skiff_runtime.errors import FetchError
-from skiff_runtime.hub.hub_reference import HubReference
+from skiff_runtime.hub.hub_reference import parse_reference
 from skiff_runtime.hub.model_cache import ModelCache
-from skiff_runtime.hub.peer_client import PeerFile, PeerManifest, manifest_model
+from skiff_runtime.hub.peer_client import manifest_model
+from skiff_runtime.hub.peer_protocol import PeerFile, PeerManifest
 from skiff_runtime.hub.repository import RepositoryListing
+from skiff_runtime.sources.directory_cache import DirectoryCache
+from skiff_runtime.sources.source_reference import is_source_uri, parse_source
 from skiff_runtime.transfer.download_progress import current_progress
 
 MAX_CONNECTIONS: Final = 128
@@ -49,6 +53,28 @@ class PeerStatus(msgspec.Struct, frozen=True):
     commit: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class OfferedModel:
+    """A model as peers know it, and the part of the cache directory that holds it."""
+
+    name: str
+    cache: ModelCache | DirectoryCache
+
+    def prepare(self) -> None:
+        """Compute the digests by which peers verify the files, where the source of the model gave none."""
+        if isinstance(self.cache, DirectoryCache):
+            self.cache.complete_digests()
+
+
+def offered_model(uri: str, revision: str | None, cache_dir: Path) -> OfferedModel:
+    """Return the model of a URI in ``cache_dir``. Raises ``ConfigError``."""
+    if is_source_uri(uri):
+        source = parse_source(uri)
+        return OfferedModel(str(source), DirectoryCache(cache_dir, source))
+    reference = parse_reference(uri, revision)
+    return OfferedModel(manifest_model(reference), ModelCache(cache_dir, reference))
+
+
 class _ModelFile(FileResponse):
     chunk_size = 1 << 20
 
@@ -56,10 +82,10 @@ class _ModelFile(FileResponse):
 class PeerServer:
     """The server, in a thread of its own. As a context manager it listens inside the block."""
 
-    def __init__(self, reference: HubReference, cache_dir: Path, *, token: str, host: str, port: int) -> None:
+    def __init__(self, model: OfferedModel, *, token: str, host: str, port: int) -> None:
         """Listen at once, so that a port that is in use ends the command. Raises ``FetchError``."""
-        self._cache = ModelCache(cache_dir, reference)
-        self._model = manifest_model(reference)
+        self._cache = model.cache
+        self._model = model.name
         self._authorization = f"Bearer {token}".encode()
         self._listing: RepositoryListing | None = None
         try:

@@ -3,7 +3,6 @@
 import errno
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,8 +14,8 @@ from typing import Final, Protocol
 from skiff_runtime import log
 from skiff_runtime.contract import FLAG_DOWNLOAD_DIR
 from skiff_runtime.errors import FetchError
-from skiff_runtime.hub.file_lock import WAIT_SECONDS, exclusive_lock
-from skiff_runtime.hub.hub_reference import HubReference, parse_reference
+from skiff_runtime.hub.file_lock import exclusive_lock
+from skiff_runtime.hub.hub_reference import HubReference
 from skiff_runtime.hub.model_cache import ModelCache
 from skiff_runtime.hub.repository import CONFIG, GENERATION_CONFIG, RemoteFile, RepositoryListing
 from skiff_runtime.transfer import parallel_download
@@ -26,8 +25,6 @@ from skiff_runtime.transfer.range_source import RangeSource, RangesUnsupported, 
 PARALLEL_FILES: Final = 4
 CHECKSUM_ATTEMPTS: Final = 2
 """A first mismatch may come from a file that an earlier process left; the second download is complete."""
-_WAIT_POLL_SECONDS: Final = 0.5
-_WAIT_REPORT_SECONDS: Final = 15.0
 
 
 class Source(Protocol):
@@ -51,14 +48,6 @@ class Peers:
 
     urls: tuple[str, ...]
     token: str = field(repr=False)
-
-
-def fetch_uri(uri: str, revision: str | None, cache_dir: Path) -> Path:
-    """Fetch the model of an ``hf://`` URI, and return its directory, or its GGUF file.
-
-    Raises ``ConfigError`` and ``FetchError``.
-    """
-    return fetch(parse_reference(uri, revision), cache_dir)
 
 
 def default_hub_cache() -> Path:
@@ -102,27 +91,6 @@ def fetch(
             return path
 
 
-def wait_for_model(reference: HubReference, cache_dir: Path) -> Path:
-    """Wait until another process has completed the model in ``cache_dir``; return its directory or GGUF file.
-
-    Nothing is written, so the directory may be read-only. Raises ``FetchError`` after ``WAIT_SECONDS``.
-    """
-    cache = ModelCache(cache_dir, reference)
-    deadline = time.monotonic() + WAIT_SECONDS
-    report_at = time.monotonic()
-    while (found := cache.find_verified()) is None:
-        if time.monotonic() > deadline:
-            raise FetchError(
-                f"{reference} was not completed in {cache_dir} within {WAIT_SECONDS / 3600:.0f} hours; look at what fetches it "
-                "(in Kubernetes: kubectl get modelcache)"
-            )
-        if time.monotonic() >= report_at:
-            log.event("fetch_waiting", reason="another process fetches this model", cache=cache.root)
-            report_at = time.monotonic() + _WAIT_REPORT_SECONDS
-        time.sleep(_WAIT_POLL_SECONDS)
-    return found
-
-
 def fetch_config(reference: HubReference, cache_dir: Path, temporary: Path) -> Path:
     """Return a directory with at least the model's config.json and generation_config.json.
 
@@ -151,6 +119,8 @@ def fetch_config(reference: HubReference, cache_dir: Path, temporary: Path) -> P
 
 def _fetch_from_peers(cache: ModelCache, reference: HubReference, peers: Peers) -> Path | None:
     """Return the model that peers have sent; None if they could not, which is logged."""
+    if not peers.urls:
+        return None
     from skiff_runtime.hub.peer_client import PeerClient
 
     client = PeerClient(reference, cache, list(peers.urls), peers.token)

@@ -1,6 +1,7 @@
 """Download of a model by its URI, whatever its source, into a directory that can be served."""
 
 import hashlib
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,9 +10,11 @@ from typing import Final
 from skiff_runtime import log
 from skiff_runtime.contract import FLAG_REVISION
 from skiff_runtime.errors import ConfigError, FetchError
-from skiff_runtime.hub.fetch import disk_errors, fetch_uri
-from skiff_runtime.hub.file_lock import exclusive_lock
+from skiff_runtime.hub.fetch import Peers, disk_errors, fetch
+from skiff_runtime.hub.file_lock import WAIT_SECONDS, exclusive_lock
 from skiff_runtime.hub.hub_reference import SCHEME as HUB_SCHEME
+from skiff_runtime.hub.hub_reference import parse_reference
+from skiff_runtime.hub.model_cache import ModelCache
 from skiff_runtime.hub.repository import CONFIG, POOLING_CONFIG, RemoteFile, RepositoryListing
 from skiff_runtime.sources.directory_cache import DirectoryCache
 from skiff_runtime.sources.model_source import ModelSource, SourceListing, check_limits
@@ -24,6 +27,8 @@ from skiff_runtime.sources.source_reference import (
 from skiff_runtime.transfer.parallel_download import allocated_bytes, download_all
 
 _VERSION_DIGITS: Final = 32
+_WAIT_POLL_SECONDS: Final = 0.5
+_WAIT_REPORT_SECONDS: Final = 15.0
 
 
 def is_remote(uri: str) -> bool:
@@ -31,18 +36,40 @@ def is_remote(uri: str) -> bool:
     return uri.startswith(HUB_SCHEME) or is_source_uri(uri)
 
 
-def fetch_model(uri: str, revision: str | None, cache_dir: Path) -> Path:
+def fetch_model(uri: str, revision: str | None, cache_dir: Path, *, peers: Peers | None = None) -> Path:
     """Fetch the model of an hf://, s3://, gs:// or oci:// URI, and return its directory, or its GGUF file.
 
-    Raises ``ConfigError`` and ``FetchError``.
+    ``peers`` come before the source; they must have the model. Raises ``ConfigError`` and ``FetchError``.
     """
     if not is_source_uri(uri):
-        return fetch_uri(uri, revision, cache_dir)
-    if revision is not None:
-        raise ConfigError(
-            f"{FLAG_REVISION} is for hf:// models; the version of {uri} is part of its path or tag"
-        )
-    return fetch_source(parse_source(uri), cache_dir)
+        return fetch(parse_reference(uri, revision), cache_dir, peers=peers)
+    return fetch_source(_parse_source(uri, revision), cache_dir, peers=peers)
+
+
+def wait_for_model(uri: str, revision: str | None, cache_dir: Path) -> Path:
+    """Wait until another process has completed the model in ``cache_dir``; return its directory or GGUF file.
+
+    Nothing is written, so the directory may be read-only. Raises ``ConfigError``, and ``FetchError`` after
+    ``WAIT_SECONDS``.
+    """
+    find = (
+        DirectoryCache(cache_dir, _parse_source(uri, revision)).find_complete
+        if is_source_uri(uri)
+        else ModelCache(cache_dir, parse_reference(uri, revision)).find_verified
+    )
+    deadline = time.monotonic() + WAIT_SECONDS
+    report_at = time.monotonic()
+    while (found := find()) is None:
+        if time.monotonic() > deadline:
+            raise FetchError(
+                f"{uri} was not completed in {cache_dir} within {WAIT_SECONDS / 3600:.0f} hours; look at what fetches it "
+                "(in Kubernetes: kubectl get modelcache)"
+            )
+        if time.monotonic() >= report_at:
+            log.event("fetch_waiting", reason="another process fetches this model", cache=cache_dir)
+            report_at = time.monotonic() + _WAIT_REPORT_SECONDS
+        time.sleep(_WAIT_POLL_SECONDS)
+    return found
 
 
 def find_fetched(uri: str, cache_dir: Path) -> Path | None:
@@ -50,11 +77,12 @@ def find_fetched(uri: str, cache_dir: Path) -> Path | None:
     return DirectoryCache(cache_dir, parse_source(uri)).find_complete()
 
 
-def fetch_source(reference: SourceReference, cache_dir: Path) -> Path:
+def fetch_source(reference: SourceReference, cache_dir: Path, *, peers: Peers | None = None) -> Path:
     """Fetch a model into ``cache_dir`` (layout: ``directory_cache.py``), verify it, and return its directory.
 
-    A complete model is returned without network, even if the source has changed. Only one process downloads a model at a
-    time; the others wait for it and use its result. Raises ``FetchError``; what has arrived is kept.
+    A complete model is returned without network, even if the source has changed. ``peers`` come before the source. Only
+    one process downloads a model at a time; the others wait for it and use its result. Raises ``FetchError``; what has
+    arrived is kept.
     """
     cache = DirectoryCache(cache_dir, reference)
     with disk_errors(cache_dir):
@@ -65,7 +93,33 @@ def fetch_source(reference: SourceReference, cache_dir: Path) -> Path:
             # Another process may have downloaded it while this one waited for the lock.
             if (found := cache.find_complete()) is not None:
                 return found
+            if peers is not None and (received := _fetch_from_peers(cache, reference, peers)) is not None:
+                return received
             return _fetch_locked(cache, reference, _connect(reference))
+
+
+def _parse_source(uri: str, revision: str | None) -> SourceReference:
+    if revision is not None:
+        raise ConfigError(
+            f"{FLAG_REVISION} is for hf:// models; the version of {uri} is part of its path or tag"
+        )
+    return parse_source(uri)
+
+
+def _fetch_from_peers(cache: DirectoryCache, reference: SourceReference, peers: Peers) -> Path | None:
+    """Return the model that peers have sent; None if they could not, which is logged."""
+    if not peers.urls:
+        return None
+    from skiff_runtime.sources.peer_source import PeerSource
+
+    source = PeerSource(reference, peers)
+    try:
+        return _fetch_locked(cache, reference, source, origin="peers")
+    except FetchError as error:
+        log.warning("fetch_fell_back_to_source", model=reference, reason=str(error))
+        return None
+    finally:
+        source.close()
 
 
 def _connect(reference: SourceReference) -> ModelSource:
@@ -79,18 +133,30 @@ def _connect(reference: SourceReference) -> ModelSource:
     return ObjectStore(reference)
 
 
-def _fetch_locked(cache: DirectoryCache, reference: SourceReference, source: ModelSource) -> Path:
+def _fetch_locked(
+    cache: DirectoryCache, reference: SourceReference, source: ModelSource, *, origin: str = "source"
+) -> Path:
     listing = source.list_objects()
     check_limits([each.size_bytes for each in (*listing.files, *listing.archives)], str(reference))
     version = hashlib.sha256(listing.version.encode()).hexdigest()[:_VERSION_DIGITS]
-    log.event("fetch_started", model=reference, version=listing.version, cache=cache.root)
+    log.event("fetch_started", model=reference, version=listing.version, cache=cache.root, source=origin)
     partial = cache.open_partial(version)
     extracted = _unpack(cache, source, listing, partial)
     names = _download(cache, source, listing, partial, extracted)
-    path = cache.publish(partial, str(reference), listing.version, names)
+    path = cache.publish(partial, str(reference), listing.version, names, _sha256(listing, extracted))
     total = sum((path / name).stat().st_size for name in names)
     log.event("fetch_finished", model=reference, files=len(names), bytes=total, path=path)
     return path
+
+
+def _sha256(listing: SourceListing, extracted: dict[str, int]) -> dict[str, str]:
+    """Return the SHA-256 that the source gave for files, by which they were verified, under their names in the model."""
+    folder = _find_folder([*(each.name for each in listing.files), *extracted])
+    return {
+        each.name.removeprefix(folder): each.digest.removeprefix("sha256:")
+        for each in listing.files
+        if each.digest.startswith("sha256:") and each.name not in extracted
+    }
 
 
 def _unpack(

@@ -18,8 +18,8 @@ from operator_process import eventually
 
 from skiff_runtime.contract import ENV_HUB_ENDPOINT, ENV_PEER_TOKEN, EXIT_FETCH_FAILED, EXIT_OK
 from skiff_runtime.errors import ConfigError
-from skiff_runtime.fetch.peer_server import PeerServer
-from skiff_runtime.hub import peer_client
+from skiff_runtime.fetch.peer_server import PeerServer, offered_model
+from skiff_runtime.hub import peer_client, peer_protocol
 from skiff_runtime.hub.fetch import Peers, fetch
 from skiff_runtime.hub.hub_reference import parse_reference
 from skiff_runtime.hub.model_cache import ModelCache
@@ -129,7 +129,8 @@ def test_ten_nodes_download_a_model_once(tmp_path: Path, model: Path, hub: FakeH
 @contextmanager
 def serving(cache: Path) -> Iterator[str]:
     """The server of this process over a cache; the address."""
-    with PeerServer(REFERENCE, cache, token=TOKEN, host="127.0.0.1", port=0) as server:
+    model = offered_model("hf://acme/tiny", None, cache)
+    with PeerServer(model, token=TOKEN, host="127.0.0.1", port=0) as server:
         server.offer()
         yield f"http://127.0.0.1:{server.port}"
 
@@ -149,7 +150,7 @@ def seed(tmp_path: Path, hub: FakeHub) -> Path:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_client, "BASE_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(peer_protocol, "BASE_WAIT_SECONDS", 0.01)
 
 
 def test_nothing_is_served_without_the_token_or_outside_of_the_model(tmp_path: Path, seed: Path) -> None:
@@ -242,8 +243,8 @@ def test_a_damaged_file_of_a_peer_is_not_used(tmp_path: Path, model: Path, hub: 
 def test_a_wrong_manifest_is_refused(tmp_path: Path, manifest: dict[str, object], message: str) -> None:
     client = peer_client.PeerClient(REFERENCE, ModelCache(tmp_path, REFERENCE), [], TOKEN)
     body = {"model": "acme/tiny", "commit": "0" * 40, "files": [], **manifest}
-    with pytest.raises(peer_client.PeerError, match=re.escape(message)):
-        client._check_manifest(json.dumps(body).encode())
+    with pytest.raises(peer_protocol.PeerError, match=re.escape(message)):
+        client.check_manifest(peer_protocol.decode_manifest(json.dumps(body).encode()))
 
 
 @pytest.mark.parametrize(
@@ -259,4 +260,4 @@ def test_a_wrong_manifest_is_refused(tmp_path: Path, manifest: dict[str, object]
 )
 def test_wrong_peers_are_refused(urls: list[str], token: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        peer_client.check_peers(urls, token)
+        peer_protocol.check_peers(urls, token)

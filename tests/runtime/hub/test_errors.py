@@ -4,7 +4,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from fake_hub import FakeHub, Fault, running_hub
+from fake_hub import FakeHub, running_hub
+from fake_source import Fault
 from huggingface_hub import constants, get_session
 
 from skiff_runtime.errors import ConfigError, FetchError

@@ -13,7 +13,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from fake_hub import FakeHub, Fault, commit_of, running_hub
+from fake_hub import FakeHub, commit_of, running_hub
+from fake_source import Fault
 from huggingface_hub import constants, hf_hub_download, scan_cache_dir
 
 from skiff_runtime.contract import ENV_HUB_ENDPOINT, EXIT_FETCH_FAILED, EXIT_OK

@@ -14,8 +14,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from fake_hub import Fault
 from fake_s3 import LISTING, FakeS3, running_s3
+from fake_source import Fault
 
 from skiff_runtime.contract import EXIT_FETCH_FAILED, EXIT_OK
 from skiff_runtime.errors import ConfigError, FetchError

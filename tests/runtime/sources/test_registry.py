@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_hub import Fault
 from fake_registry import TITLE, TOKEN, USER, FakeRegistry, digest_of, running_registry
+from fake_source import Fault
 
 from skiff_runtime.errors import ConfigError, FetchError
 from skiff_runtime.sources.fetch import fetch_model, find_fetched
