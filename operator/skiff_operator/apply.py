@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 import msgspec
 
 from skiff_operator import events, ownership, plan
-from skiff_operator.cache import DesiredState, Entry, Objects
+from skiff_operator.cache import Child, DesiredState, Entry, Objects
 from skiff_operator.client import MERGE_PATCH, Client
 from skiff_operator.drift import covers
 from skiff_operator.errors import (
@@ -123,7 +123,7 @@ class Applier:
         """Read a child and apply to exactly the version that was read."""
         namespaced_name = key[0], obj["metadata"]["name"]
         live = await self._client.get(kind, *namespaced_name)
-        ownership.require_owned(kind, live, service=key[1], uid=uid)
+        await self._require_owned(key, uid, kind, live)
         if kind == DEPLOYMENT and covers(obj, live):
             return live  # the observer cannot compare the template of an older revision, which it would have to read
         fields = ownership.migrated_fields(live)
@@ -136,10 +136,52 @@ class Applier:
             kind, *namespaced_name, {**obj, "metadata": {**obj["metadata"], **guard}}
         )
 
+    async def _require_owned(self, key: Key, uid: str, kind: Kind, live: dict[str, Any]) -> None:
+        """Raise `NameTaken` unless the InferenceService `uid` controls the object.
+
+        What an earlier InferenceService of this name has left behind is deleted instead.
+
+        Raises:
+            ApiConflict: it was deleted, so that the name is free or soon will be.
+        """
+        meta = live["metadata"]
+        owner = ownership.sole_owner_uid(live, service=key[1])
+        if owner not in ("", uid) and owner not in await self._existing_uids(key):
+            await self._delete_leftover(key, kind, meta["name"], meta["uid"], meta["resourceVersion"])
+            raise ApiConflict(f"{kind.name} {meta['name']} of an earlier InferenceService was deleted")
+        ownership.require_owned(kind, live, service=key[1], uid=uid)
+
+    async def delete_leftovers(self, key: Key, leftovers: list[tuple[Kind, str, Child]]) -> None:
+        """Delete children, each at the observed version, whose InferenceService does not exist any more.
+
+        Raises:
+            ApiConflict: one has changed since; its event is on the way.
+        """
+        existing = await self._existing_uids(key)
+        for kind, name, child in leftovers:
+            if child.owner not in existing:
+                await self._delete_leftover(key, kind, name, child.uid, child.resource_version)
+
+    async def _delete_leftover(self, key: Key, kind: Kind, name: str, uid: str, version: str) -> None:
+        with contextlib.suppress(ApiNotFound):
+            await self._client.delete(kind, key[0], name, uid=uid, version=version)
+            extra = {"object": "/".join(key), "child": f"{kind.name} {name}"}
+            logger.info("deleted a child of an earlier InferenceService", extra=extra)
+        self._observer.observe_deleted(kind, key, name, uid)
+
+    async def _existing_uids(self, key: Key) -> set[str]:
+        """Return the uid of the InferenceService of this name, as a set that is empty when there is none.
+
+        A list is read from the API server's storage, and unlike a read by name it fails when the kind is not served,
+        which proves nothing.
+        """
+        found = self._client.list(INFERENCE_SERVICE, key[0], selector="", fields=f"metadata.name={key[1]}")
+        return {each["metadata"]["uid"] async for each in found}
+
     async def _relabel(self, key: Key, uid: str, step: plan.Step, obj: dict[str, Any]) -> dict[str, Any]:
         """Restore the labels and the annotations of an existing ControllerRevision, whose data cannot change."""
         live = await self._client.get(step.kind, key[0], step.name)
-        ownership.require_owned(step.kind, live, service=key[1], uid=uid)
+        await self._require_owned(key, uid, step.kind, live)
         restored = {name: obj["metadata"][name] for name in ("labels", "annotations")}
         return await self._merge(
             key, step.kind, step.name, {"metadata": restored}, uid=live["metadata"]["uid"]

@@ -94,6 +94,9 @@ class Controller:
             for key in self._observer.cache:
                 if self.streams.synced(key[0]):
                     self._queue.refresh(key, Stage.STATUS)
+            for key in self._observer.observe_resync():
+                if self.streams.synced(key[0]):
+                    self._queue.refresh(key, Stage.STATUS)
             self._resynced_at = time.monotonic()
             metrics.last_resync.set_to_current_time()
 

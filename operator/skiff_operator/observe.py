@@ -50,6 +50,9 @@ class Observer:
         self.cache = cache
         self._settings = settings
         self._observed_versions: dict[StreamKey, int] = {}
+        self._leftovers: set[str] = set()
+        self.overdue: frozenset[str] = frozenset()
+        """The uids of the children that the garbage collector should have deleted before the last resync."""
 
     def observe_list_end(
         self, stream: StreamKey, shown: set[str], resource_version: int
@@ -88,6 +91,16 @@ class Observer:
             return self._observe_service(key, obj)
         return self._observe_pod(key, obj) if kind == POD else self._observe_child(kind, key, obj, event)
 
+    def observe_resync(self) -> list[Key]:
+        """Observe that a resync begins; return the keys with leftovers that existed at the last one, too.
+
+        The garbage collector deletes children within moments. One that two resyncs have seen has been overlooked.
+        """
+        leftovers = self.cache.leftovers()
+        self.overdue = frozenset(leftovers.keys() & self._leftovers)
+        self._leftovers = set(leftovers)
+        return sorted({leftovers[uid] for uid in self.overdue})
+
     def observe_applied(self, kind: Kind, key: Key, obj: dict[str, Any]) -> None:
         """Observe the API server's response to our own apply, which holds the desired state.
 
@@ -104,7 +117,7 @@ class Observer:
                 self._stream(kind, key), 0
             )
         if not late:
-            self.cache.put_child(key, kind, meta["name"], _child(obj, in_sync=True))
+            self.cache.put_child(key, kind, meta["name"], _child(obj, key[1], in_sync=True))
             if kind == DEPLOYMENT:
                 entry.observe_rollout(workload.read_rollout(obj))
             elif kind == CONTROLLER_REVISION:
@@ -155,9 +168,11 @@ class Observer:
         known = entry.children.get((kind, meta["name"]))
         if known is not None and known.uid == meta["uid"] and not _newer(meta, known.resource_version):
             return None
-        child = _child(obj, in_sync=True)
+        child = _child(obj, key[1], in_sync=True)
         rollout_before = entry.rollout
         if entry.present and child.owner != entry.uid and (known is None or known.uid != child.uid):
+            if known is None and child.sole_owner:
+                self.cache.put_child(key, kind, meta["name"], child)  # of an earlier InferenceService
             return None  # not ours, although it carries our label
         if kind == DEPLOYMENT and meta["name"] == key[1]:
             entry.observe_rollout(workload.read_rollout(obj))
@@ -264,7 +279,7 @@ def _same_source(old: spec.Spec, new: spec.Spec) -> bool:
     return (old.model, old.cache) == (new.model, new.cache)
 
 
-def _child(obj: dict[str, Any], *, in_sync: bool) -> Child:
+def _child(obj: dict[str, Any], service: str, *, in_sync: bool) -> Child:
     meta = obj["metadata"]
     owners = meta.get("ownerReferences") or []
     return Child(
@@ -275,6 +290,7 @@ def _child(obj: dict[str, Any], *, in_sync: bool) -> Child:
         metadata_digest=digest([meta.get("labels"), owners]),
         owner=ownership.controller_uid(obj),
         in_sync=in_sync,
+        sole_owner=bool(ownership.sole_owner_uid(obj, service=service)),
     )
 
 

@@ -70,6 +70,8 @@ class Reconciler:
             Retryable: try again later. What the API server refuses is reported in the status instead.
         """
         entry = self._observer.cache.get(key)
+        if entry is not None:
+            await self._delete_leftovers(key, entry)
         if entry is None or not entry.present or entry.deleting:
             return Outcome()
         self._choose_model_cache(entry)
@@ -105,6 +107,12 @@ class Reconciler:
         entry.manifests = None
         await self._report(key, entry, self._pending(key, entry))
         return outcome if outcome.stage is not None else await self._roll_back(key, entry, desired, outcome)
+
+    async def _delete_leftovers(self, key: Key, entry: Entry) -> None:
+        """Delete the children of earlier InferenceServices of this name that the garbage collector has overlooked."""
+        overdue = [each for each in entry.leftovers() if each[2].uid in self._observer.overdue]
+        if overdue:
+            await self._applier.delete_leftovers(key, overdue)
 
     async def _renew(self, key: Key, entry: Entry, target: Target) -> None:
         """Bring an existing revision into force again."""
