@@ -124,6 +124,17 @@ class Observer:
                 _observe_revision(entry, obj)
         self.cache.remove_if_empty(key)
 
+    def observe_predecessors_child(self, kind: Kind, key: Key, obj: dict[str, Any]) -> None:
+        """Observe an object that was found under a name of ours, if an earlier InferenceService of our name controls it.
+
+        Its deletion frees the name.
+        """
+        entry, name, owner = self.cache.get_or_create(key), obj["metadata"]["name"], ownership.controller(obj)
+        earlier = (owner.get("kind"), owner.get("name")) == (INFERENCE_SERVICE.name, key[1])
+        if earlier and owner["uid"] != entry.uid and (kind, name) not in entry.children:
+            self.cache.put_child(key, kind, name, _child(obj, key[1], in_sync=True))
+        self.cache.remove_if_empty(key)
+
     def observe_deleted(self, kind: Kind, key: Key, name: str, uid: str) -> None:
         """Observe that we deleted a child."""
         self._forget(kind, Record(key, name, uid))
@@ -171,8 +182,7 @@ class Observer:
         child = _child(obj, key[1], in_sync=True)
         rollout_before = entry.rollout
         if entry.present and child.owner != entry.uid and (known is None or known.uid != child.uid):
-            if known is None and child.sole_owner:
-                self.cache.put_child(key, kind, meta["name"], child)  # of an earlier InferenceService
+            self.observe_predecessors_child(kind, key, obj)
             return None  # not ours, although it carries our label
         if kind == DEPLOYMENT and meta["name"] == key[1]:
             entry.observe_rollout(workload.read_rollout(obj))

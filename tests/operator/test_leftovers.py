@@ -1,11 +1,13 @@
 """Children that the garbage collector overlooked are deleted once their InferenceService is provably gone; no other is."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from apiserver import ApiServer
 from controlplane import ControlPlane
+from installation import Installation
 from operator_checks import CHILDREN, create, resynced
 from operator_process import OperatorProcess, eventually
 from services import raw, service
@@ -27,6 +29,11 @@ OWNER = {
     "controller": True,
 }
 OTHER_OWNER = {"apiVersion": "v1", "kind": "ConfigMap", "name": "other", "uid": "other"}
+
+
+def demo(name: str) -> dict[str, Any]:
+    """Return an InferenceService of the demo model."""
+    return inference_service(name, model={"uri": "demo://"}, runtime={"device": "cpu"})
 
 
 def child(**meta: Any) -> dict[str, Any]:
@@ -79,39 +86,61 @@ def test_the_children_of_an_existing_service_are_no_leftovers() -> None:
 
 
 @pytest.fixture
-def without_collector(server: ApiServer, plane: ControlPlane) -> Iterator[None]:
-    """Stop the controller manager, whose garbage collector thereby overlooks every deletion."""
-    plane.daemons["kube-controller-manager"].stop()
-    yield
-    plane.restart("kube-controller-manager")
+def operator(api: ApiServer, installation: Installation, tmp_path: Path) -> Iterator[OperatorProcess]:
+    """Run an operator of the test's namespace that looks at everything each second."""
+    flags = ("--namespaces", api.namespace, "--status-delay-seconds", "0.1", "--resync-seconds", "1")
+    process = installation.operator(tmp_path, "leftovers", *flags)
+    try:
+        process.start()
+        yield process
+    finally:
+        process.end()
 
 
-@pytest.mark.usefixtures("without_collector")
 def test_leftovers_are_deleted_and_nothing_else_is(
-    api: ApiServer, start: Callable[..., OperatorProcess]
+    api: ApiServer, plane: ControlPlane, operator: OperatorProcess
 ) -> None:
-    """One service is deleted, one is created again, and one finds an object in its way that has another owner, too."""
-    operator = start("a", "--resync-seconds", "1")
-    operator.start()
+    """While no garbage collector runs, one service is deleted, one is made anew, and one finds a shared object."""
     create(api, "gone", "again")
     api.merge("inferenceservices", "again", {"spec": {"replicas": 2}})
     eventually(lambda: api.find("poddisruptionbudgets", "again"), "a budget")
     owners = {"shared": [OWNER | {"name": "shared"}, OTHER_OWNER], "orphaned": []}
-    for name, references in owners.items():
-        labels = {contract.LABEL_SERVICE: name}
-        meta = {"name": name, "labels": labels, "ownerReferences": references}
-        api.create("services", {"metadata": meta, "spec": {"ports": [{"port": 80}]}})
-    kept = [api.get("services", name) for name in owners]
     before = {api.get(plural, "again")["metadata"]["uid"] for plural in CHILDREN}
-    for name in ("gone", "again"):
-        api.delete("inferenceservices", name)
-    create(api, "again")
-    api.create("inferenceservices", inference_service("shared"))
+    manager = "kube-controller-manager"
+    plane.daemons[manager].stop()
+    try:
+        for name, references in owners.items():
+            meta = {"name": name, "labels": {contract.LABEL_SERVICE: name}, "ownerReferences": references}
+            api.create("services", {"metadata": meta, "spec": {"ports": [{"port": 80}]}})
+        kept = [api.get("services", name) for name in owners]
+        for name in ("gone", "again"):
+            api.delete("inferenceservices", name)
+        for name in ("again", "shared"):
+            api.create("inferenceservices", demo(name))
+        for plural in ("serviceaccounts", "services"):
+            eventually(lambda plural=plural: api.find(plural, "gone") is None, f"{plural}: deleted")  # type: ignore[misc]
+        eventually(lambda: api.find("poddisruptionbudgets", "again") is None, "what is not needed is deleted")
+        for name in ("gone", "again"):
+            meta = eventually(lambda name=name: is_deleted(api, name), f"the Deployment {name} is deleted")  # type: ignore[misc]
+            assert meta["finalizers"] == ["foregroundDeletion"], "it stays until its pods are gone"
+        eventually(lambda: "Service shared" in conflicts(api, "shared"), "NameConflict")
+        resynced(operator, 3)
+        assert [api.get("services", name) for name in owners] == kept
+    finally:
+        plane.restart(manager)
+    eventually(lambda: api.find("deployments", "gone") is None, "nothing is left")
+    eventually(
+        lambda: all(is_new(api, plural, before) for plural in CHILDREN), "the new one has its children"
+    )
 
-    eventually(lambda: not any(api.find(plural, "gone") for plural in CHILDREN), "nothing is left of `gone`")
-    eventually(lambda: api.find("poddisruptionbudgets", "again") is None, "nor of the first `again`")
-    after = {api.get(plural, "again")["metadata"]["uid"] for plural in CHILDREN}
-    assert not before & after, "children are made anew, never taken over"
-    eventually(lambda: "Service shared" in conflicts(api, "shared"), "NameConflict")
-    resynced(operator, 3)
-    assert [api.get("services", name) for name in owners] == kept
+
+def is_deleted(api: ApiServer, name: str) -> Any:
+    """Return the metadata of a Deployment whose deletion has begun."""
+    meta = api.get("deployments", name)["metadata"]
+    return meta if "deletionTimestamp" in meta else None
+
+
+def is_new(api: ApiServer, plural: str, before: set[str]) -> bool:
+    """Return whether there is a child of `again` that did not exist before."""
+    found = api.find(plural, "again")
+    return bool(found) and found["metadata"]["uid"] not in before
