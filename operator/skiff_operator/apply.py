@@ -219,6 +219,8 @@ class Applier:
         """
         live = await self._client.get(kind, key[0], name)
         meta = live["metadata"]
+        if meta["uid"] == child.uid and "deletionTimestamp" in meta:
+            return
         if (meta["uid"], ownership.sole_owner_uid(live, service=key[1])) != (child.uid, child.owner):
             self._observer.observe_deleted(kind, key, name, child.uid)
             return

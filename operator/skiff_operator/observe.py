@@ -125,10 +125,7 @@ class Observer:
         self.cache.remove_if_empty(key)
 
     def observe_predecessors_child(self, kind: Kind, key: Key, obj: dict[str, Any]) -> None:
-        """Observe an object that was found under a name of ours, if an earlier InferenceService of our name controls it.
-
-        Its deletion frees the name.
-        """
+        """Observe an object if an earlier InferenceService of this name controls it: its deletion may free a name."""
         entry, name, owner = self.cache.get_or_create(key), obj["metadata"]["name"], ownership.controller(obj)
         earlier = (owner.get("kind"), owner.get("name")) == (INFERENCE_SERVICE.name, key[1])
         if earlier and owner["uid"] != entry.uid and (kind, name) not in entry.children:

@@ -15,8 +15,8 @@ from strangers import conflicts, inference_service
 
 from skiff_operator import ownership, plan
 from skiff_operator.cache import Cache
-from skiff_operator.kinds import INFERENCE_SERVICE, SERVICE
-from skiff_operator.observe import Observer
+from skiff_operator.kinds import INFERENCE_SERVICE, SERVICE, Stage
+from skiff_operator.observe import Observer, ReconcileRequest
 from skiff_operator.settings import Settings
 from skiff_runtime import contract
 
@@ -73,7 +73,8 @@ def test_the_garbage_collector_has_a_whole_resync_for_its_work(exists: bool) -> 
     assert observer.observe_resync() == []
     assert observer.observe_resync() == [KEY]
     assert observer.overdue == {"child"}
-    observer.observe(SERVICE, child(), "DELETED")
+    freed = observer.observe(SERVICE, child(), "DELETED")
+    assert freed == ReconcileRequest(KEY, Stage.CHILDREN)
     assert observer.observe_resync() == [] and not observer.overdue
 
 
