@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 from services import raw
 
-from skiff_operator.cache import Cache
+from skiff_operator.apply import Failure, Goal
+from skiff_operator.cache import Cache, Entry
 from skiff_operator.controller import Controller
-from skiff_operator.errors import ApiUnavailable
+from skiff_operator.errors import ApiConflict, ApiUnavailable
 from skiff_operator.kinds import INFERENCE_SERVICE
 from skiff_operator.observe import Observer
-from skiff_operator.reconcile import Outcome
+from skiff_operator.plan import Step
+from skiff_operator.reconcile import Outcome, Reconciler
 from skiff_operator.settings import Settings
 from skiff_operator.watch_streams import WATCHED, StreamKey, WatchStreams
 from skiff_operator.workqueue import Key
@@ -83,6 +85,36 @@ def test_a_bug_or_an_outage_for_one_object_harms_no_other() -> None:
         await run_until(of, served)
 
     asyncio.run(run())
+
+
+class Interrupted:
+    """An applier during whose writes the InferenceService is deleted."""
+
+    def __init__(self, observer: Observer) -> None:
+        self._observer = observer
+
+    async def run(self, _key: Key, _entry: Entry, steps: list[Step], _goal: Goal) -> list[Failure]:
+        """Observe the deletion, and fail."""
+        self._observer.observe(INFERENCE_SERVICE, raw(), "DELETED")
+        return [Failure(step, ApiConflict("deleted")) for step in steps]
+
+
+class NoChoice:
+    """A chooser of rollout strategies with nothing to choose."""
+
+    def is_due(self, *_: object) -> bool:
+        """Return False."""
+        return False
+
+
+def test_a_deletion_during_a_reconcile_is_no_bug() -> None:
+    observer = Observer(Cache(), SETTINGS)
+    observer.observe(INFERENCE_SERVICE, raw(), "ADDED")
+    parts: list[Any] = [observer, Interrupted(observer), None, None, NoChoice(), None, SETTINGS]
+    reconciler = Reconciler(*parts)
+    with pytest.raises(ApiConflict, match="deleted meanwhile"):
+        asyncio.run(reconciler.reconcile(("default", "llama")))
+    assert asyncio.run(reconciler.reconcile(("default", "llama"))) == Outcome()
 
 
 def test_the_probe_fails_when_the_resync_is_stale(monkeypatch: pytest.MonkeyPatch) -> None:
