@@ -7,13 +7,14 @@ deletion carry the uid and the resourceVersion at which the object was last read
 import contextlib
 import datetime
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 
 from skiff_operator import events, ownership, plan
-from skiff_operator.cache import DesiredState, Entry, Objects
-from skiff_operator.client import MERGE_PATCH, Client
+from skiff_operator.cache import Child, DesiredState, Entry, Objects
+from skiff_operator.client import MERGE_PATCH, Client, Propagation
 from skiff_operator.drift import covers
 from skiff_operator.errors import (
     ApiAlreadyExists,
@@ -122,8 +123,7 @@ class Applier:
     async def _change(self, key: Key, uid: str, kind: Kind, obj: dict[str, Any]) -> dict[str, Any]:
         """Read a child and apply to exactly the version that was read."""
         namespaced_name = key[0], obj["metadata"]["name"]
-        live = await self._client.get(kind, *namespaced_name)
-        ownership.require_owned(kind, live, service=key[1], uid=uid)
+        live = await self._read_child(key, uid, kind, namespaced_name[1])
         if kind == DEPLOYMENT and covers(obj, live):
             return live  # the observer cannot compare the template of an older revision, which it would have to read
         fields = ownership.migrated_fields(live)
@@ -136,10 +136,16 @@ class Applier:
             kind, *namespaced_name, {**obj, "metadata": {**obj["metadata"], **guard}}
         )
 
+    async def _read_child(self, key: Key, uid: str, kind: Kind, name: str) -> dict[str, Any]:
+        """Read the object that has the name of a child; raise `NameTaken` if it is not ours."""
+        live = await self._client.get(kind, key[0], name)
+        self._observer.observe_predecessors_child(kind, key, live)
+        ownership.require_owned(kind, live, service=key[1], uid=uid)
+        return live
+
     async def _relabel(self, key: Key, uid: str, step: plan.Step, obj: dict[str, Any]) -> dict[str, Any]:
         """Restore the labels and the annotations of an existing ControllerRevision, whose data cannot change."""
-        live = await self._client.get(step.kind, key[0], step.name)
-        ownership.require_owned(step.kind, live, service=key[1], uid=uid)
+        live = await self._read_child(key, uid, step.kind, step.name)
         restored = {name: obj["metadata"][name] for name in ("labels", "annotations")}
         return await self._merge(
             key, step.kind, step.name, {"metadata": restored}, uid=live["metadata"]["uid"]
@@ -191,6 +197,49 @@ class Applier:
         if ours and "deletionTimestamp" not in meta:
             version = meta["resourceVersion"]
             await self._client.delete(step.kind, key[0], step.name, uid=step.uid, version=version)
+
+    async def delete_leftovers(self, key: Key, leftovers: list[tuple[Kind, str, Child]]) -> None:
+        """Delete children whose InferenceService does not exist any more; a failure waits for the next resync."""
+        existing = await self._existing_uids(key)
+        for kind, name, child in leftovers:
+            if child.owner in existing:
+                continue
+            try:
+                await _on_current(partial(self._delete_leftover, key, kind, name, child))
+            except ApiNotFound:
+                self._observer.observe_deleted(kind, key, name, child.uid)
+            except OperatorError as error:
+                extra = {"object": "/".join(key), "child": f"{kind.name} {name}", "error": str(error)}
+                logger.warning("leftover not deleted yet", extra=extra)
+
+    async def _delete_leftover(self, key: Key, kind: Kind, name: str, child: Child) -> None:
+        """Delete a child at the version that was read, if it is still a leftover.
+
+        The watch reports the end of the deletion: the name may be taken until no pod needs the object.
+        """
+        live = await self._client.get(kind, key[0], name)
+        meta = live["metadata"]
+        if meta["uid"] == child.uid and "deletionTimestamp" in meta:
+            return
+        if (meta["uid"], ownership.sole_owner_uid(live, service=key[1])) != (child.uid, child.owner):
+            self._observer.observe_deleted(kind, key, name, child.uid)
+            return
+        # In the foreground, a Deployment stays until its ReplicaSets and pods are gone. If it were replaced at once, the
+        # garbage collector could overlook that, too, and the pods would run for ever.
+        policy: Propagation = "Foreground" if kind == DEPLOYMENT else "Background"
+        version = meta["resourceVersion"]
+        await self._client.delete(kind, key[0], name, uid=child.uid, version=version, propagation=policy)
+        extra = {"object": "/".join(key), "child": f"{kind.name} {name}"}
+        logger.info("deleted a child of an earlier InferenceService", extra=extra)
+
+    async def _existing_uids(self, key: Key) -> set[str]:
+        """Return the uid of the InferenceService of this name, as a set that is empty when there is none.
+
+        A list is read from the API server's storage, and unlike a read by name it fails when the kind is not served,
+        which proves nothing.
+        """
+        found = self._client.list(INFERENCE_SERVICE, key[0], selector="", fields=f"metadata.name={key[1]}")
+        return {each["metadata"]["uid"] async for each in found}
 
     async def announce(self, key: Key, uid: str, news: events.Announcement) -> None:
         """Send an Event about the InferenceService `uid`; a failure is only logged."""

@@ -26,7 +26,8 @@ class Child(msgspec.Struct, frozen=True, gc=False):
     """One object that an InferenceService owns.
 
     `digest`: the desired-state hash in its annotation; `metadata_digest`: a hash of its labels and owner references;
-    `in_sync`: it matched the desired state when last compared; `owner`: uid of its controller.
+    `in_sync`: it matched the desired state when last compared; `owner`: uid of its controller. `sole_owner`: the
+    controller is an InferenceService of this name and its only owner, with which it is garbage-collected.
     """
 
     uid: str
@@ -36,6 +37,7 @@ class Child(msgspec.Struct, frozen=True, gc=False):
     metadata_digest: str
     owner: str
     in_sync: bool
+    sole_owner: bool = False
 
 
 class Record(NamedTuple):
@@ -121,6 +123,14 @@ class Entry(msgspec.Struct):
         child = self.children.get((kind, name))
         return child is not None and child.owner == self.uid
 
+    def leftovers(self) -> list[tuple[Kind, str, Child]]:
+        """Return the children of an earlier InferenceService of this name that are to be garbage-collected."""
+        return [
+            (kind, name, child)
+            for (kind, name), child in self.children.items()
+            if child.owner != self.uid and child.sole_owner
+        ]
+
     def observed(self, name: str) -> Observed:
         """Collect the inputs of the choice of a revision."""
         rollout = self.rollout if self.owns(DEPLOYMENT, name) else None
@@ -199,6 +209,11 @@ class Cache:
     def is_claim_shared(self, model_cache: str) -> bool:
         """Return whether anything mounts the shared claim of a ModelCache, also what a deleted InferenceService left."""
         return any(entry.shares_claim_of(model_cache) for entry in self._entries.values())
+
+    def leftovers(self) -> dict[str, Key]:
+        """Return the keys of all children that have outlived their InferenceServices, by the uids of these children."""
+        items = self._entries.items()
+        return {child.uid: key for key, entry in items for _, _, child in entry.leftovers()}
 
     def get(self, key: Key) -> Entry | None:
         """Return the entry of `key`, if there is one."""

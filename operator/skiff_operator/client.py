@@ -8,7 +8,7 @@ to those of `errors`.
 import json
 import re
 from collections.abc import AsyncIterator, Mapping
-from typing import Any, Final
+from typing import Any, Final, Literal
 from urllib.parse import urlencode
 
 import aiohttp
@@ -33,6 +33,8 @@ from skiff_operator.resources.metadata import FIELD_MANAGER
 
 Body = dict[str, Any] | list[dict[str, Any]] | str
 """An object, the operations of a JSON patch, or text in the format of the content type."""
+
+Propagation = Literal["Background", "Foreground"]
 
 PAGE: Final = 100
 """Objects of one list request."""
@@ -156,15 +158,24 @@ class Client:
         """Replace an object at the version it was read. Raises `ApiConflict` when that version is stale."""
         return await self.request("PUT", kind.path(namespace, name), body)
 
-    async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str, version: str) -> None:
-        """Delete exactly this version of an object, and its dependents in the background.
+    async def delete(
+        self,
+        kind: Kind,
+        namespace: str,
+        name: str,
+        *,
+        uid: str,
+        version: str,
+        propagation: Propagation = "Background",
+    ) -> None:
+        """Delete exactly this version of an object, and its dependents after it, or before it in the foreground.
 
         Raises:
             ApiNotFound: no object has the name.
             ApiConflict: the object has another uid or version.
         """
         preconditions = {"uid": uid, "resourceVersion": version}
-        body = {"preconditions": preconditions, "propagationPolicy": "Background"}
+        body = {"preconditions": preconditions, "propagationPolicy": propagation}
         await self.request("DELETE", kind.path(namespace, name), body)
 
     async def request(

@@ -94,6 +94,11 @@ class Controller:
             for key in self._observer.cache:
                 if self.streams.synced(key[0]):
                     self._queue.refresh(key, Stage.STATUS)
+            for key in self._observer.observe_resync():
+                if self.streams.synced(key[0]):
+                    self._queue.add(
+                        key, Stage.CHILDREN
+                    )  # also one that backs off because its names are taken
             self._resynced_at = time.monotonic()
             metrics.last_resync.set_to_current_time()
 

@@ -59,7 +59,8 @@ class Leadership:
             try:
                 async with asyncio.timeout(max(_RETRY_SECONDS, period / 2)):
                     held = await self._try()
-            except (ApiUnavailable, TimeoutError) as error:
+            except (ApiUnavailable, ApiRefused, TimeoutError) as error:
+                # An API server that has just started refuses everything until it has read the roles.
                 logger.warning("lease not renewed", extra={"error": repr(error)})
                 held = time.monotonic() - self._renewed_at < deadline
             if not held:

@@ -50,6 +50,9 @@ class Observer:
         self.cache = cache
         self._settings = settings
         self._observed_versions: dict[StreamKey, int] = {}
+        self._leftovers: set[str] = set()
+        self.overdue: frozenset[str] = frozenset()
+        """The uids of the children that the garbage collector should have deleted before the last resync."""
 
     def observe_list_end(
         self, stream: StreamKey, shown: set[str], resource_version: int
@@ -88,6 +91,16 @@ class Observer:
             return self._observe_service(key, obj)
         return self._observe_pod(key, obj) if kind == POD else self._observe_child(kind, key, obj, event)
 
+    def observe_resync(self) -> list[Key]:
+        """Observe that a resync begins; return the keys with leftovers that existed at the last one, too.
+
+        The garbage collector deletes children within moments. One that two resyncs have seen has been overlooked.
+        """
+        leftovers = self.cache.leftovers()
+        self.overdue = frozenset(leftovers.keys() & self._leftovers)
+        self._leftovers = set(leftovers)
+        return sorted({leftovers[uid] for uid in self.overdue})
+
     def observe_applied(self, kind: Kind, key: Key, obj: dict[str, Any]) -> None:
         """Observe the API server's response to our own apply, which holds the desired state.
 
@@ -104,11 +117,19 @@ class Observer:
                 self._stream(kind, key), 0
             )
         if not late:
-            self.cache.put_child(key, kind, meta["name"], _child(obj, in_sync=True))
+            self.cache.put_child(key, kind, meta["name"], _child(obj, key[1], in_sync=True))
             if kind == DEPLOYMENT:
                 entry.observe_rollout(workload.read_rollout(obj))
             elif kind == CONTROLLER_REVISION:
                 _observe_revision(entry, obj)
+        self.cache.remove_if_empty(key)
+
+    def observe_predecessors_child(self, kind: Kind, key: Key, obj: dict[str, Any]) -> None:
+        """Observe an object if an earlier InferenceService of this name controls it: its deletion may free a name."""
+        entry, name, owner = self.cache.get_or_create(key), obj["metadata"]["name"], ownership.controller(obj)
+        earlier = (owner.get("kind"), owner.get("name")) == (INFERENCE_SERVICE.name, key[1])
+        if earlier and owner["uid"] != entry.uid and (kind, name) not in entry.children:
+            self.cache.put_child(key, kind, name, _child(obj, key[1], in_sync=True))
         self.cache.remove_if_empty(key)
 
     def observe_deleted(self, kind: Kind, key: Key, name: str, uid: str) -> None:
@@ -157,9 +178,10 @@ class Observer:
         known = entry.children.get((kind, meta["name"]))
         if known is not None and known.uid == meta["uid"] and not _newer(meta, known.resource_version):
             return None
-        child = _child(obj, in_sync=True)
+        child = _child(obj, key[1], in_sync=True)
         rollout_before = entry.rollout
         if entry.present and child.owner != entry.uid and (known is None or known.uid != child.uid):
+            self.observe_predecessors_child(kind, key, obj)
             return None  # not ours, although it carries our label
         if kind == DEPLOYMENT and meta["name"] == key[1]:
             entry.observe_rollout(workload.read_rollout(obj))
@@ -261,7 +283,7 @@ def _parse_spec(entry: Entry, obj: dict[str, Any]) -> None:
         entry.invalid = error
 
 
-def _child(obj: dict[str, Any], *, in_sync: bool) -> Child:
+def _child(obj: dict[str, Any], service: str, *, in_sync: bool) -> Child:
     meta = obj["metadata"]
     owners = meta.get("ownerReferences") or []
     return Child(
@@ -272,6 +294,7 @@ def _child(obj: dict[str, Any], *, in_sync: bool) -> Child:
         metadata_digest=digest([meta.get("labels"), owners]),
         owner=ownership.controller_uid(obj),
         in_sync=in_sync,
+        sole_owner=bool(ownership.sole_owner_uid(obj, service=service)),
     )
 
 

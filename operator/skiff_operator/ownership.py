@@ -2,6 +2,11 @@
 
 Anybody with write access to a namespace may use any name in it, so the operator reads before it writes: an object is
 owned only when its controller reference has the uid of the InferenceService. Nothing else, labels included, proves it.
+
+The garbage collector of Kubernetes deletes the children of a deleted InferenceService, but not all of them: when its
+watch is interrupted while the InferenceService is deleted and created again under the same name, its informer reports
+one update from the one uid to the other, and the children of the former stay for ever. `sole_owner_uid` says which
+objects the garbage collector would delete with their InferenceService, and the operator deletes only such objects.
 """
 
 from typing import Any
@@ -9,9 +14,12 @@ from typing import Any
 from skiff_operator.errors import Permanent
 from skiff_operator.kinds import INFERENCE_SERVICE, SERVICE_ACCOUNT, Kind
 from skiff_operator.resources.metadata import FIELD_MANAGER
+from skiff_runtime import contract
 
 _RESERVED = frozenset({(SERVICE_ACCOUNT, "default")})
 """Names that every namespace has by itself, or soon will have."""
+_ORPHAN_FINALIZER = "orphan"
+"""The API server sets it for a deletion that must not reach the dependents of the object."""
 
 
 class NameTaken(Permanent):
@@ -29,6 +37,23 @@ def controller(obj: dict[str, Any]) -> dict[str, Any]:
 def controller_uid(obj: dict[str, Any]) -> str:
     """Return the uid of the controller; empty when there is none."""
     uid: str = controller(obj).get("uid", "")
+    return uid
+
+
+def sole_owner_uid(obj: dict[str, Any], *, service: str) -> str:
+    """Return the uid of the InferenceService `service` that controls an object and is its only owner.
+
+    It is empty for every object that the garbage collector would not delete with that InferenceService alone, and for
+    one whose deletion has begun.
+    """
+    meta = obj["metadata"]
+    owner = controller(obj)
+    identity = (str(owner.get("apiVersion", "")).partition("/")[0], owner.get("kind"), owner.get("name"))
+    if identity != (contract.API_GROUP, INFERENCE_SERVICE.name, service) or len(meta["ownerReferences"]) != 1:
+        return ""
+    if "deletionTimestamp" in meta or _ORPHAN_FINALIZER in (meta.get("finalizers") or []):
+        return ""
+    uid: str = owner["uid"]
     return uid
 
 

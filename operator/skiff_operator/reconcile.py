@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 from skiff_operator import plan, revisions, rollback, rollout_strategy, status
 from skiff_operator.apply import Applier, Failure, Goal, clock
 from skiff_operator.cache import DesiredState, Entry, Objects
-from skiff_operator.errors import ApiFailed, InvalidSpec, Permanent
+from skiff_operator.errors import ApiConflict, ApiFailed, InvalidSpec, Permanent
 from skiff_operator.events import Announcement
 from skiff_operator.kinds import CONTROLLER_REVISION, DEPLOYMENT, SERVICE, Stage
 from skiff_operator.model_caches.index import Index
@@ -74,6 +74,8 @@ class Reconciler:
             Retryable: try again later. What the API server refuses is reported in the status instead.
         """
         entry = self._observer.cache.get(key)
+        if entry is not None:
+            await self._delete_leftovers(key, entry)
         if entry is None or not entry.present or entry.deleting:
             self._analyzer.forget(key)
             return Outcome()
@@ -119,6 +121,12 @@ class Reconciler:
             outcome = Outcome(again_seconds=min(outcome.again_seconds or seconds, seconds))
         return await self._roll_back(key, entry, desired, outcome, worse)
 
+    async def _delete_leftovers(self, key: Key, entry: Entry) -> None:
+        """Delete the children of earlier InferenceServices of this name that the garbage collector has overlooked."""
+        overdue = [each for each in entry.leftovers() if each[2].uid in self._observer.overdue]
+        if overdue:
+            await self._applier.delete_leftovers(key, overdue)
+
     async def _renew(self, key: Key, entry: Entry, target: Target) -> None:
         """Bring an existing revision into force again."""
         assert entry.service is not None, "its revision was chosen"
@@ -132,11 +140,11 @@ class Reconciler:
         """Mark the revision in force as failed when it must be rolled back; the next reconcile chooses another one."""
         target = desired.target
         reason = rollback.reason(entry, target, clock(), self._settings.rollback_after_seconds, worse)
-        if not reason or target is None:
+        child = entry.children.get((CONTROLLER_REVISION, target.name)) if target is not None else None
+        if not reason or target is None or child is None:
             return otherwise
-        uid = entry.children[(CONTROLLER_REVISION, target.name)].uid
         patch = {"metadata": {"annotations": {revisions.ANNOTATION_FAILED: reason}}}
-        await self._applier.change_revision(key, target.name, uid, patch)
+        await self._applier.change_revision(key, target.name, child.uid, patch)
         return Outcome(stage=Stage.CHILDREN)
 
     async def _choose_strategy(self, key: Key, entry: Entry, desired: DesiredState) -> None:
@@ -236,18 +244,21 @@ class Reconciler:
         written = {step.kind for step in pending if step.action != "delete"}
         if not written & {CONTROLLER_REVISION, DEPLOYMENT}:
             return built
-        assert entry.service is not None, "it was built"
+        service = (
+            entry.service
+        )  # a deletion that is observed while the template is read takes it from the entry
+        assert service is not None, "it was built"
         made = plan.built_deployment(built)
         template = await self._template(key, target, made["spec"]["template"])
         if target.source != "built":
-            pod.check_recorded(template, entry.service, self._settings)
+            pod.check_recorded(template, service, self._settings)
         made = deployment.with_template(made, template, target.spec_hash)
-        made = deployment.with_strategy(made, entry.service.spec.rollout, entry.choice)
+        made = deployment.with_strategy(made, service.spec.rollout, entry.choice)
         objects = {**built, (DEPLOYMENT, key[1]): made}
         if not entry.owns(CONTROLLER_REVISION, target.name):
             last = revisions.newest(entry.own_revisions())
             number = 1 if last is None else last.number + 1
-            body = controller_revision.build(entry.service, target, template, number=number)
+            body = controller_revision.build(service, target, template, number=number)
             objects[(CONTROLLER_REVISION, target.name)] = body
         return objects
 
@@ -263,8 +274,13 @@ class Reconciler:
         return revisions.restarted(template, target) if target.restart else template
 
     def _manifests(self, entry: Entry) -> Objects:
-        """Return the built objects, which are kept until all of them exist."""
-        assert entry.service is not None, "an entry that is present is valid or says why it is not"
+        """Return the built objects, which are kept until all of them exist.
+
+        Raises:
+            ApiConflict: the InferenceService was deleted while this reconcile waited for the API server.
+        """
+        if entry.service is None:
+            raise ApiConflict("the InferenceService was deleted meanwhile")
         if entry.manifests is None:
             entry.manifests = plan.objects(entry.service, self._settings)
         return entry.manifests

@@ -7,17 +7,22 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from services import raw
+from services import raw, service
 
-from skiff_operator.cache import Cache
+from skiff_operator import plan, revisions
+from skiff_operator.apply import Failure, Goal
+from skiff_operator.cache import Cache, Entry
 from skiff_operator.controller import Controller
-from skiff_operator.errors import ApiUnavailable
-from skiff_operator.kinds import INFERENCE_SERVICE
+from skiff_operator.errors import ApiConflict, ApiUnavailable
+from skiff_operator.kinds import CONTROLLER_REVISION, INFERENCE_SERVICE
 from skiff_operator.observe import Observer
-from skiff_operator.reconcile import Outcome
+from skiff_operator.plan import Step
+from skiff_operator.reconcile import Outcome, Reconciler
+from skiff_operator.resources.metadata import ANNOTATION_SPEC_HASH, LABEL_REVISION
 from skiff_operator.settings import Settings
 from skiff_operator.watch_streams import WATCHED, StreamKey, WatchStreams
 from skiff_operator.workqueue import Key
+from skiff_runtime import contract
 
 SETTINGS = Settings(workers=2, resync_seconds=0.05, status_delay_seconds=0.01)
 
@@ -83,6 +88,57 @@ def test_a_bug_or_an_outage_for_one_object_harms_no_other() -> None:
         await run_until(of, served)
 
     asyncio.run(run())
+
+
+class Interrupted:
+    """An applier during whose requests the InferenceService is deleted."""
+
+    def __init__(self, observer: Observer) -> None:
+        self._observer = observer
+
+    async def run(self, _key: Key, _entry: Entry, steps: list[Step], _goal: Goal) -> list[Failure]:
+        """Observe the deletion, and fail."""
+        self._observer.observe(INFERENCE_SERVICE, raw(), "DELETED")
+        return [Failure(step, ApiConflict("deleted")) for step in steps]
+
+    async def read(self, *_: object) -> dict[str, Any]:
+        """Observe the deletion, and return a recorded template."""
+        self._observer.observe(INFERENCE_SERVICE, raw(), "DELETED")
+        return {
+            "data": {"template": plan.built_deployment(plan.objects(service(), SETTINGS))["spec"]["template"]}
+        }
+
+
+class NoChoice:
+    """A chooser of rollout strategies with nothing to choose."""
+
+    def is_due(self, *_: object) -> bool:
+        """Return False."""
+        return False
+
+
+@pytest.mark.parametrize("recorded", [False, True], ids=["during the writes", "while a template is read"])
+def test_a_deletion_during_a_reconcile_is_no_bug(recorded: bool) -> None:
+    observer = Observer(Cache(), SETTINGS)
+    observer.observe(INFERENCE_SERVICE, raw(), "ADDED")
+    if recorded:
+        annotations = {ANNOTATION_SPEC_HASH: revisions.spec_hash(service())}
+        meta: dict[str, Any] = {
+            "name": "llama-1",
+            "uid": "r",
+            "resourceVersion": "2",
+            "annotations": annotations,
+        }
+        meta |= {"namespace": "default", "labels": {contract.LABEL_SERVICE: "llama", LABEL_REVISION: "other"}}
+        meta["ownerReferences"] = [
+            {"kind": "InferenceService", "name": "llama", "uid": "u1", "controller": True}
+        ]
+        observer.observe(CONTROLLER_REVISION, {"metadata": meta, "revision": 1}, "ADDED")
+    parts: list[Any] = [observer, Interrupted(observer), None, None, NoChoice(), None, SETTINGS]
+    reconciler = Reconciler(*parts)
+    with pytest.raises(ApiConflict, match="deleted meanwhile"):
+        asyncio.run(reconciler.reconcile(("default", "llama")))
+    assert asyncio.run(reconciler.reconcile(("default", "llama"))) == Outcome()
 
 
 def test_the_probe_fails_when_the_resync_is_stale(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -154,20 +154,20 @@ class RandomEdits:
         return [{"name": name, "value": str(self._random.randrange(100))} for name in sorted(names)]
 
 
-def wrong(api: ApiServer, settings: Settings) -> list[str]:
-    """Return what differs from what an operator with these settings makes of the InferenceServices that exist."""
+def wrong_statuses(api: ApiServer) -> list[str]:
+    """Return which statuses disagree with the children and the pods that exist."""
+    live, pods = _children(api), api.list("pods", LABEL)
+    return [text for each in api.list("inferenceservices") for text in _wrong_status(each, live, pods)]
+
+
+def wrong_children(api: ApiServer, settings: Settings) -> list[str]:
+    """Return which children differ from those that an operator with these settings makes, or have lost their owner."""
     services = {each["metadata"]["uid"]: each for each in api.list("inferenceservices")}
-    live = {
-        (kind, each["metadata"]["name"]): {"apiVersion": kind.api_version, "kind": kind.name, **each}
-        for kind in CHILDREN
-        for each in api.list(kind.plural)
-    }
-    pods = api.list("pods", LABEL)
+    live = _children(api)
     found: list[str] = []
     desired: set[tuple[str, str]] = set()
     for uid, service in services.items():
         found += _wrong_children(service, live, settings)
-        found += _wrong_status(service, live, pods)
         desired |= {(uid, f"{kind.name} {name}") for kind, name in _objects(service, settings)}
     for (kind, name), obj in live.items():
         owner = controller(obj)
@@ -176,6 +176,14 @@ def wrong(api: ApiServer, settings: Settings) -> list[str]:
         if owner.get("kind") == "InferenceService" and (owner["uid"], f"{kind.name} {name}") not in desired:
             found.append(f"{kind.name} {name} is left of {owner['name']}")
     return found
+
+
+def _children(api: ApiServer) -> Objects:
+    return {
+        (kind, each["metadata"]["name"]): {"apiVersion": kind.api_version, "kind": kind.name, **each}
+        for kind in CHILDREN
+        for each in api.list(kind.plural)
+    }
 
 
 def _objects(service: Object, settings: Settings) -> Objects:

@@ -413,7 +413,10 @@ def _environment(service: InferenceService) -> dict[str, str]:
     own = {name: value for name, value in os.environ.items() if not name.startswith(contract.ENV_PREFIX)}
     flags = (*_SIZED_BY, _EXPERT_PARALLEL, contract.FLAG_DTYPE, contract.FLAG_MAX_MODEL_LEN)
     sizing = {contract.ENV_PREFIX + flag.removeprefix("--").replace("-", "_").upper() for flag in flags}
-    given = (*service.spec.runtime.env, *credentials.endpoint(service.scheme, service.spec.model.endpoint))
+    given = (
+        *service.spec.runtime.env,
+        *credentials.endpoint(service.source.scheme, service.spec.model.endpoint),
+    )
     names = sizing | {contract.ENV_HUB_ENDPOINT}
     return own | {
         each["name"]: each["value"] for each in given if each.get("name") in names and "value" in each
