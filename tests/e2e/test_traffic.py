@@ -20,7 +20,7 @@ from kube import Kube, KubectlError, Object, inference_service, tool, wait
 from onenode import OneNode
 from paths import layout
 from providers import made
-from traffic import Failure, make_table
+from traffic import CONNECT_TIMEOUT_SECONDS, Failure, make_table
 from traffic_run import TrafficRun
 
 NAME: Final = "traffic"
@@ -37,8 +37,9 @@ RATE: Final = float(os.environ.get("SKIFF_TEST_TRAFFIC_RATE", "10"))
 REPORTS: Final = os.environ.get("SKIFF_TEST_TRAFFIC_REPORTS", "")
 SHARE: Final = math.ceil(TOTAL_REQUESTS / SCENARIOS)
 KILLS: Final = ("processes killed", "pod deleted by force")
-NOTICE_SECONDS: Final = 20.0
-"""Time after a kill within which requests may fail: the command, the kubelet and the endpoints on a crowded machine."""
+NOTICE_SECONDS: Final = 15.0 + CONNECT_TIMEOUT_SECONDS
+"""Time after a kill within which requests may fail: the command, the kubelet and the endpoints on a crowded machine, and then a
+connection to the pod that is gone."""
 LATE_SECONDS: Final = 3.0
 QUIET_SECONDS: Final = 2.0
 WITHOUT_API_SECONDS: Final = 40.0
