@@ -28,7 +28,7 @@ TP_SUITES := $(addprefix tests/gpu/test_,tensor_parallel.py all_reduce.py sharde
 	rank_start_faults.py) \
 	tests/runtime/engine/test_parity_transformers.py tests/runtime/offline/test_llm_endings.py tests/runtime/offline/test_embeddings.py
 TRAFFIC_REQUESTS ?= 100000
-TRAFFIC_RATE ?= 50
+TRAFFIC_RATE ?= 40
 TRAFFIC_REPORTS ?= dist/traffic
 GPU_SHAPES ?= qwen3-0.6b llama-3.1-8b qwen3-14b
 GPU_BENCH := --load-format dummy --max-model-len 4096 --max-num-batched-tokens 16384 --max-running-requests 256
@@ -114,7 +114,7 @@ e2e: setup ## Everything on a real Kubernetes cluster, which is left up
 	$(CLUSTER) images operator runtime client
 	$(PYTEST) -m "e2e and not traffic" --timeout 1200 tests/e2e $(PYTEST_ARGS)
 
-traffic: setup ## 100,000 requests through a Service while its pods, operator and API server change; 40 minutes, then a table
+traffic: setup ## 100,000 requests through a Service while its pods, operator and API server change; 45 minutes, then a table
 	$(CLUSTER) up
 	$(CLUSTER) images operator runtime client
 	SKIFF_TEST_TRAFFIC_REQUESTS=$(TRAFFIC_REQUESTS) SKIFF_TEST_TRAFFIC_RATE=$(TRAFFIC_RATE) SKIFF_TEST_TRAFFIC_REPORTS=$(TRAFFIC_REPORTS) \

@@ -56,7 +56,10 @@ def kube(operator: Kube) -> Iterator[Kube]:
 
 @pytest.fixture(scope="session")
 def client(kube: Kube) -> str:
-    """A pod with curl and the openai package, which does nothing by itself."""
+    """A pod with curl and the openai package, which does nothing by itself.
+
+    It requests CPU: without a request, a pod that starts would leave almost nothing to the traffic driver in it.
+    """
     kube.apply(
         {
             "apiVersion": "v1",
@@ -75,6 +78,7 @@ def client(kube: Kube) -> str:
                         "name": CLIENT,
                         "image": tool("image", "client"),
                         "command": ["sleep", "infinity"],
+                        "resources": {"requests": {"cpu": "250m"}},
                         "securityContext": {
                             "allowPrivilegeEscalation": False,
                             "capabilities": {"drop": ["ALL"]},

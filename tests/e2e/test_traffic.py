@@ -20,7 +20,7 @@ from kube import Kube, KubectlError, Object, inference_service, tool, wait
 from onenode import OneNode
 from paths import layout
 from providers import made
-from traffic import Failure, make_table
+from traffic import CONNECT_TIMEOUT_SECONDS, Failure, make_table
 from traffic_run import TrafficRun
 
 NAME: Final = "traffic"
@@ -37,8 +37,9 @@ RATE: Final = float(os.environ.get("SKIFF_TEST_TRAFFIC_RATE", "10"))
 REPORTS: Final = os.environ.get("SKIFF_TEST_TRAFFIC_REPORTS", "")
 SHARE: Final = math.ceil(TOTAL_REQUESTS / SCENARIOS)
 KILLS: Final = ("processes killed", "pod deleted by force")
-NOTICE_SECONDS: Final = 20.0
-"""Time after a kill within which requests may fail: the command, the kubelet and the endpoints on a crowded machine."""
+NOTICE_SECONDS: Final = 15.0 + CONNECT_TIMEOUT_SECONDS
+"""Time after a kill within which requests may fail: the command, the kubelet and the endpoints on a crowded machine, and then a
+connection to the pod that is gone."""
 LATE_SECONDS: Final = 3.0
 QUIET_SECONDS: Final = 2.0
 WITHOUT_API_SECONDS: Final = 40.0
@@ -115,6 +116,7 @@ def traffic(
     replicas: int = 1,
     revisions: tuple[str, ...] = (DEMO,),
     retries: int = 0,
+    rate: float = RATE,
 ) -> Iterator[Scenario]:
     """Send requests for the length of a with-block, some seconds before and after included; add the report to `reports`.
 
@@ -122,7 +124,7 @@ def traffic(
     """
     scale(kube, replicas)
     scenario = Scenario(kube, client, name, retries=retries)
-    scenario.run.start(URL, MODEL, rate=RATE, revisions=revisions, retries=retries)
+    scenario.run.start(URL, MODEL, rate=rate, revisions=revisions, retries=retries)
     stopped = False
     try:
         time.sleep(QUIET_SECONDS)
@@ -143,7 +145,7 @@ def check(report: dict[str, Any], *, failures: Collection[str] = ()) -> None:
     """Fail unless every request was sent and answered rightly, except for these kinds of failures."""
     late = report["latest_arrival_seconds"]
     assert late < LATE_SECONDS, (
-        f"the driver itself was {late} s late: the machine is too slow for {RATE} requests a second"
+        f"the driver itself was {late} s late: the machine is too slow for {report['rate']:g} requests a second"
     )
     found = {kind for window in report["windows"] for kind in window["failures"]}
     problems = found - set(failures)
@@ -243,11 +245,14 @@ def evict(kube: Kube, name: str) -> None:
 
 
 def test_a_killed_pod(kube: Kube, client: str, service: str, reports: dict[str, dict[str, Any]]) -> None:
-    """Kill all processes of a pod, and delete one by force: only its requests fail, soon and clearly, and retries mend most."""
+    """Kill all processes of a pod, and delete one by force: only its requests fail, soon and clearly, and retries mend most.
+
+    The two drivers share the rate.
+    """
     kills: dict[str, list[float]] = {"kill": [], "kill, with retries": []}
     with (
-        traffic(kube, client, "kill", reports, replicas=2) as scenario,
-        traffic(kube, client, "kill, with retries", reports, replicas=2, retries=2) as retried,
+        traffic(kube, client, "kill", reports, replicas=2, rate=RATE / 2) as scenario,
+        traffic(kube, client, "kill, with retries", reports, replicas=2, rate=RATE / 2, retries=2) as retried,
     ):
         for _ in scenario.rounds():
             for how in KILLS if TOTAL_REQUESTS else KILLS[:1]:

@@ -14,6 +14,8 @@ import uvloop
 from skiff_runtime import log
 from skiff_runtime.api.app import build_app
 from skiff_runtime.api.dispatch.dispatcher import Dispatcher
+from skiff_runtime.api.dispatch.late_requests import TICK_SECONDS as LATE_TICK_SECONDS
+from skiff_runtime.api.dispatch.late_requests import LateRequests
 from skiff_runtime.api.dispatch.rpc import RpcClient
 from skiff_runtime.api.dispatch.service_status import ServiceState, ServiceStatus
 from skiff_runtime.api.dispatch.tracing import RequestTracer
@@ -53,12 +55,6 @@ MAX_MESSAGES_PER_TURN: Final = 64
 FAILURE_LINGER_SECONDS: Final = 0.5
 """Time during which new clients still get an error response after a failure."""
 FAILURE_CLOSE_SECONDS: Final = 1
-DRAIN_ACCEPT_SECONDS: Final = 1.0
-"""Time during which a draining service still accepts requests, and ends each connection behind its response.
-
-A client with a pool of connections sends on them whatever the endpoints of a Service are; so it notices the drain by a
-response, not by a refusal.
-"""
 DRAIN_LINGER_SECONDS: Final = 1.0
 """Shortest drain: clients that have not noticed it yet get a 503 instead of a refused connection."""
 DRAIN_REPORT_SECONDS: Final = 10.0
@@ -245,14 +241,20 @@ class ApiServer:
         return [each for each in self._http.server_state.connections if isinstance(each, HttpProtocol)]
 
     async def _drain(self, timeout_seconds: float) -> None:
-        """End the connections, refuse requests, and exit when none is in flight or the time is over."""
+        """End the connections, refuse requests once no late ones come, and exit when none is in flight or the time is over."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         self._http.config.closing = True
         for connection in self._connections():
             connection.end_after_response()
-        await asyncio.sleep(min(DRAIN_ACCEPT_SECONDS, timeout_seconds))
+        late = LateRequests(timeout_seconds=timeout_seconds)
+        while True:
+            elapsed = loop.time() - began
+            if late.are_over(self._status.late_requests, elapsed_seconds=elapsed):
+                break
+            await asyncio.sleep(min(LATE_TICK_SECONDS, late.limit_seconds - elapsed))
         self._status.refuse_requests()
+        log.event("drain_refusing", late_requests=self._status.late_requests, seconds=round(elapsed, 3))
         for connection in self._connections():
             connection.close_when_idle()
         while len(self._dispatcher) and (left := began + timeout_seconds - loop.time()) > 0:

@@ -4,7 +4,9 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,8 @@ import httpx
 import pytest
 from frontend import NAME, Echo, Frontend, running_frontend, write_model
 
-from skiff_runtime.api.server import DRAIN_ACCEPT_SECONDS, listen
+from skiff_runtime.api.dispatch.late_requests import ACCEPT_SECONDS, QUIET_SECONDS, QUIET_TICKS, LateRequests
+from skiff_runtime.api.server import listen
 from skiff_runtime.errors import ConfigError
 from skiff_runtime.messages import Drain, FinishReason, PhaseReport, ServiceFailed, ServiceReady
 from skiff_runtime.version import __version__
@@ -83,9 +86,24 @@ def test_start_is_reported_by_probes(model: Path) -> None:
         )
 
 
+@contextmanager
+def idle_connection(front: Frontend) -> Iterator[socket.socket]:
+    """A connection that was kept alive behind a response. A drain closes it once late requests are refused."""
+    host, port = front.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as idle:
+        idle.sendall(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert idle.recv(4096).startswith(b"HTTP/1.1 200")
+        yield idle
+
+
 def test_drain_finishes_running_requests(model: Path) -> None:
-    """A client that holds connections gets responses on them for a second, and each response ends its connection."""
-    with running_frontend(model) as front, ThreadPoolExecutor(3) as pool, httpx.Client() as pooled:
+    """Late requests are accepted until none has come for a second, and each response ends its connection."""
+    with (
+        running_frontend(model) as front,
+        ThreadPoolExecutor(4) as pool,
+        httpx.Client() as pooled,
+        idle_connection(front) as idle,
+    ):
         assert pooled.get(front.url + "/livez").headers.get("connection") != "close"
         pending = [pool.submit(front.post, CHAT, **BODY, stream=stream) for stream in (False, True)]
         requests = [front.rank.request() for _ in pending]
@@ -96,7 +114,12 @@ def test_drain_finishes_running_requests(model: Path) -> None:
         requests.append(front.rank.request())
         front.rank.start(requests[-1])
         assert status(front, "/livez") == 200
-        time.sleep(DRAIN_ACCEPT_SECONDS)
+        late_until = time.monotonic() + 2 * QUIET_SECONDS
+        while time.monotonic() < late_until:
+            late = pool.submit(front.post, CHAT, **BODY)
+            front.rank.finish(front.rank.request().uid, FinishReason.LENGTH)
+            assert (late.result().status_code, late.result().headers["connection"]) == (200, "close")
+        assert idle.recv(4096) == b""
         refused = front.post(CHAT, **BODY)
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
         assert refused.headers["connection"] == "close"
@@ -118,20 +141,29 @@ def test_drain_finishes_running_requests(model: Path) -> None:
 
 def test_drain_closes_idle_connections(model: Path) -> None:
     """So a client opens its next connection to another replica, and nothing waits for it."""
-    with running_frontend(model) as front, ThreadPoolExecutor(1) as pool:
-        host, port = front.url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port)), timeout=20) as idle:
-            idle.sendall(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
-            assert idle.recv(4096).startswith(b"HTTP/1.1 200")
-            pending = pool.submit(front.post, CHAT, **BODY)
-            request = front.rank.request()
-            front.api.send(Drain(timeout_seconds=60))
-            assert idle.recv(4096) == b"", "closed while another request is in flight"
-            assert not pending.done()
-            front.rank.start(request)
-            front.rank.generate(request.uid, "boat", FinishReason.LENGTH)
-            assert pending.result().status_code == 200
-            assert front.wait_exit() == 0
+    with running_frontend(model) as front, ThreadPoolExecutor(1) as pool, idle_connection(front) as idle:
+        pending = pool.submit(front.post, CHAT, **BODY)
+        request = front.rank.request()
+        front.api.send(Drain(timeout_seconds=60))
+        assert idle.recv(4096) == b"", "closed while another request is in flight"
+        assert not pending.done()
+        front.rank.start(request)
+        front.rank.generate(request.uid, "boat", FinishReason.LENGTH)
+        assert pending.result().status_code == 200
+        assert front.wait_exit() == 0
+
+
+def test_late_requests_are_accepted_until_a_quiet_second_or_the_limit() -> None:
+    quiet = LateRequests(timeout_seconds=60)
+    assert [quiet.are_over(0, elapsed_seconds=0) for _ in range(QUIET_TICKS)] == [False] * QUIET_TICKS
+    assert not quiet.are_over(1, elapsed_seconds=1), "the count of ticks begins again with each request"
+    assert [quiet.are_over(1, elapsed_seconds=1) for _ in range(QUIET_TICKS)] == [False] * (
+        QUIET_TICKS - 1
+    ) + [True]
+    for timeout, limit in ((60, ACCEPT_SECONDS), (3, 3)):
+        busy = LateRequests(timeout_seconds=timeout)
+        assert not busy.are_over(1, elapsed_seconds=limit - 0.01)
+        assert busy.are_over(2, elapsed_seconds=limit)
 
 
 def test_drain_closes_the_connection_of_a_stream_behind_it(model: Path) -> None:
@@ -140,6 +172,7 @@ def test_drain_closes_the_connection_of_a_stream_behind_it(model: Path) -> None:
         running_frontend(model) as front,
         ThreadPoolExecutor(2) as pool,
         httpx.Client(base_url=front.url, timeout=60) as client,
+        idle_connection(front) as idle,
     ):
         last = pool.submit(front.post, CHAT, **BODY)  # the service does not end before this one
         requests = [front.rank.request()]
@@ -151,8 +184,7 @@ def test_drain_closes_the_connection_of_a_stream_behind_it(model: Path) -> None:
         while front.metric("skiff_generation_tokens_total") < 1:
             assert time.monotonic() < deadline
         front.api.send(Drain(timeout_seconds=60))
-        wait_for(front, "/readyz", 503)
-        time.sleep(DRAIN_ACCEPT_SECONDS + 0.2)
+        assert idle.recv(4096) == b""
         front.rank.generate(requests[1].uid, "boat", FinishReason.LENGTH)
         reply = streamed.result()
         assert "[DONE]" in reply.text and "connection" not in reply.headers

@@ -42,7 +42,9 @@ class ServiceStatus:
 
     def __init__(self) -> None:
         self.state = ServiceState.STARTING
-        self._accepts_late = False  # a draining service's last requests
+        self._accepts_late = False
+        self.late_requests = 0
+        """Requests that were accepted since the drain began."""
         self.kv_tokens = 0
         self._began = time.monotonic()
         self._ready_at: float | None = None
@@ -51,8 +53,10 @@ class ServiceStatus:
         self._health_received = self._began
 
     def check_accepts_requests(self) -> None:
-        """Raise ``Unavailable`` unless the service accepts new requests."""
-        if self.state is not ServiceState.READY and not self._accepts_late:
+        """Raise ``Unavailable`` unless the service accepts new requests. Counts one that a draining service accepts."""
+        if self._accepts_late:
+            self.late_requests += 1
+        elif self.state is not ServiceState.READY:
             raise Unavailable(_REFUSALS[self.state], retry_after_seconds=self._retry_after_seconds())
 
     def _retry_after_seconds(self) -> int:
