@@ -35,6 +35,7 @@ RUN --mount=type=secret,id=pip.conf,target=/run/secrets/pip.conf \
 FROM dependencies AS application
 WORKDIR /source
 COPY pyproject.toml README.md LICENSE ./
+COPY runtime/skiff_router runtime/skiff_router
 COPY runtime/skiff_runtime runtime/skiff_runtime
 RUN /opt/build/bin/pip wheel --quiet --no-deps --no-build-isolation --no-index --wheel-dir /wheels . \
     && /opt/build/bin/pip --python /opt/skiff/bin/python install \

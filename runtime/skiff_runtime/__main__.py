@@ -130,6 +130,9 @@ def _make_parser(words: list[str] | None) -> Parser:
     )
     _add_lazy_command(commands, first, COMMAND_FETCH, "download an hf:// model", "skiff_runtime.fetch")
     _add_lazy_command(
+        commands, first, "router", "serve all models under one URL, before their pods", "skiff_router.command"
+    )
+    _add_lazy_command(
         commands,
         first,
         "prebuild",

@@ -11,7 +11,11 @@ from skiff_runtime import contract
 
 ROOT = Path(__file__).parents[2]
 TOP_LEVEL = {"operator", "runtime", "charts", "manifests", "tests", "images", "docs", ".ci", ".github"}
-PACKAGES = {"skiff_operator": ROOT / "operator", "skiff_runtime": ROOT / "runtime"}
+PACKAGES = {
+    "skiff_operator": ROOT / "operator",
+    "skiff_router": ROOT / "runtime",
+    "skiff_runtime": ROOT / "runtime",
+}
 MIRROR = re.compile(r"https?://[^\s\"'<>)]*(?:mirror|artifactory|nexus|proxy|/simple\b)", re.IGNORECASE)
 MACHINE_PATH = re.compile(r"(?<![\w./-])/(?:work|root)/\w")
 LOCK_FILES = {"uv.lock", "poetry.lock", "package-lock.json", "Pipfile.lock"}

@@ -21,7 +21,6 @@ from skiff_runtime.api.formats.served_model import ServedModel
 from skiff_runtime.api.http.auth import AccessPolicy
 from skiff_runtime.api.http.middleware import (
     AccessMiddleware,
-    OpenApiMiddleware,
     ResponseHeadersMiddleware,
 )
 from skiff_runtime.api.http.request_body import BodyReader
@@ -38,6 +37,7 @@ from skiff_runtime.api.routes.home_page import make_home_page_routes
 from skiff_runtime.api.routes.messages import make_messages_routes
 from skiff_runtime.api.routes.openapi import (
     DEFAULT_RESPONSES,
+    OpenApiMiddleware,
     bearer_key,
     document_request_id,
     error_responses,

@@ -3,8 +3,6 @@
 import asyncio
 import contextlib
 import gc
-import resource
-import socket
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
@@ -14,16 +12,17 @@ import uvloop
 from skiff_runtime import log
 from skiff_runtime.api.app import build_app
 from skiff_runtime.api.dispatch.dispatcher import Dispatcher
-from skiff_runtime.api.dispatch.late_requests import TICK_SECONDS as LATE_TICK_SECONDS
-from skiff_runtime.api.dispatch.late_requests import LateRequests
 from skiff_runtime.api.dispatch.rpc import RpcClient
 from skiff_runtime.api.dispatch.service_status import ServiceState, ServiceStatus
 from skiff_runtime.api.dispatch.tracing import RequestTracer
 from skiff_runtime.api.http.auth import AccessPolicy
 from skiff_runtime.api.http.key_file import KeyFile
-from skiff_runtime.api.http.protocol import EXTRA_PROBE_CONNECTIONS, HttpProtocol, HttpServerConfig
+from skiff_runtime.api.http.late_requests import TICK_SECONDS as LATE_TICK_SECONDS
+from skiff_runtime.api.http.late_requests import LateRequests
+from skiff_runtime.api.http.listener import KEEP_ALIVE_SECONDS, LISTEN_BACKLOG, listen, raise_file_limit
+from skiff_runtime.api.http.protocol import HttpProtocol, HttpServerConfig
 from skiff_runtime.config import Config
-from skiff_runtime.errors import ConfigError, InternalError, SkiffError, Unavailable
+from skiff_runtime.errors import InternalError, SkiffError, Unavailable
 from skiff_runtime.messages import (
     Decoded,
     Drain,
@@ -42,14 +41,6 @@ from skiff_runtime.metrics.labels import AbortReason
 from skiff_runtime.metrics.vllm_names import VllmNames
 from skiff_runtime.processes.child_process import Child
 
-LISTEN_BACKLOG: Final = 2048
-KEEP_ALIVE_SECONDS: Final = 75
-"""Longer than the idle timeout of common load balancers, so that they are the ones to close idle connections.
-
-Otherwise a balancer could send a request on a connection that this server is just closing.
-"""
-RESERVED_FILE_DESCRIPTORS: Final = EXTRA_PROBE_CONNECTIONS + 64
-"""File descriptors that are not clients' connections: sockets between processes, and connections for probes."""
 TICK_SECONDS: Final = 0.25
 MAX_MESSAGES_PER_TURN: Final = 64
 FAILURE_LINGER_SECONDS: Final = 0.5
@@ -291,25 +282,6 @@ def _make_tracer(child: Child) -> RequestTracer | None:
     if config.otlp_traces_endpoint is None:
         return None
     return RequestTracer(config.otlp_traces_endpoint, config.served_model_name or "")
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Return a listening TCP socket. Raises ``ConfigError`` if the address is not free."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family, backlog=LISTEN_BACKLOG)
-    except OSError as error:
-        reason = error.strerror or error
-        raise ConfigError(
-            f"cannot listen on {host} port {port}: {reason}; choose another --host or --port"
-        ) from None
-
-
-def raise_file_limit() -> int:
-    """Raise the limit on open files to the hard limit. Returns the number of connections that it allows."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return max(1, hard - RESERVED_FILE_DESCRIPTORS)
 
 
 def run(child: Child) -> None:

@@ -14,8 +14,8 @@ import httpx
 import pytest
 from frontend import NAME, Echo, Frontend, running_frontend, write_model
 
-from skiff_runtime.api.dispatch.late_requests import ACCEPT_SECONDS, QUIET_SECONDS, QUIET_TICKS, LateRequests
-from skiff_runtime.api.server import listen
+from skiff_runtime.api.http.late_requests import ACCEPT_SECONDS, QUIET_SECONDS, QUIET_TICKS, LateRequests
+from skiff_runtime.api.http.listener import listen
 from skiff_runtime.errors import ConfigError
 from skiff_runtime.messages import Drain, FinishReason, PhaseReport, ServiceFailed, ServiceReady
 from skiff_runtime.version import __version__

@@ -12,7 +12,7 @@ from service import Service, running_service, wait_until
 from tiny_models import make_model
 from watch import is_alive
 
-from skiff_runtime.api.dispatch.late_requests import QUIET_SECONDS
+from skiff_runtime.api.http.late_requests import QUIET_SECONDS
 from skiff_runtime.contract import EXIT_CHILD_DIED, EXIT_OK, EXIT_USAGE
 
 NAME: Final = "tiny"

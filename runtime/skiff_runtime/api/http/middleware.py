@@ -1,11 +1,8 @@
-"""ASGI middleware: request IDs, CORS, access control, response headers, and the OpenAPI document."""
+"""ASGI middleware: request IDs, CORS, access control and response headers."""
 
-import asyncio
 from collections.abc import Callable, Mapping
 
-from fastapi import FastAPI
-
-from skiff_runtime import contract, log
+from skiff_runtime import log
 from skiff_runtime.api.http.asgi import App, Message, Receive, Scope, Send
 from skiff_runtime.api.http.auth import PROBE_PATHS, AccessPolicy, set_principal
 from skiff_runtime.api.http.responses import (
@@ -104,23 +101,3 @@ class ResponseHeadersMiddleware:
 
         as_get = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
         await self._app(as_get, receive, send_with_headers)
-
-
-class OpenApiMiddleware:
-    """Builds the OpenAPI document on a thread when it is first requested.
-
-    FastAPI would build it on the event loop, where it blocks every stream for 0.14 s. Built at startup it would cost
-    that time and 4.5 MiB in every service, most of which never serve it.
-    """
-
-    def __init__(self, app: FastAPI) -> None:
-        self._app = app
-        self._building = asyncio.Lock()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
-        if scope["path"] == contract.PATH_OPENAPI:
-            async with self._building:
-                if self._app.openapi_schema is None:
-                    await asyncio.to_thread(self._app.openapi)
-        await self._app(scope, receive, send)

@@ -3,8 +3,6 @@
 from http import HTTPStatus
 from typing import Final
 
-from pydantic import BaseModel
-
 from skiff_runtime.api.http.anthropic_errors import ANTHROPIC_PATHS, anthropic_error_body
 from skiff_runtime.api.http.asgi import Headers, Scope, Send
 from skiff_runtime.api.http.request_headers import REQUEST_ID_HEADER, choose_request_id
@@ -19,21 +17,6 @@ _SCOPE_KEY: Final = "skiff.headers"
 _WITH_RETRY_AFTER: Final = (429, 503)
 _CLOSING: Final = (401, 403, 408, 413)
 """Statuses of requests that may be rejected before their body was read."""
-
-
-class ErrorDetail(BaseModel):
-    """The error, and what to change."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorResponse(BaseModel):
-    """Any error, in OpenAI's shape."""
-
-    error: ErrorDetail
 
 
 def begin_response(scope: Scope) -> Headers:

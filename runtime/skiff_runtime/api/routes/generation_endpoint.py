@@ -28,12 +28,12 @@ from skiff_runtime.api.http.auth import Principal, derive_cache_namespace, get_p
 from skiff_runtime.api.http.request_body import BodyReader, ClientDisconnected
 from skiff_runtime.api.http.request_headers import MAX_DEADLINE_SECONDS, get_trace_context, parse_deadline
 from skiff_runtime.api.http.responses import (
-    ErrorResponse,
     error_body_for,
     get_request_id,
     get_response_headers,
 )
 from skiff_runtime.api.routes.openapi import DEFAULT_RESPONSES, error_responses, schema_reference
+from skiff_runtime.api.schemas.error_bodies import ErrorResponse
 from skiff_runtime.api.schemas.request_bodies import (
     ChatCompletionRequest,
     CompletionRequest,

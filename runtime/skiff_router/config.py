@@ -1,0 +1,209 @@
+"""The router's frozen configuration and its flags."""
+
+import argparse
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from skiff_router import policies
+from skiff_router.upstream import Address
+from skiff_runtime.config.api_keys import read_api_keys
+from skiff_runtime.contract import ENV_PREFIX, FLAG_API_KEY_FILE, FLAG_HOST, FLAG_PORT
+from skiff_runtime.errors import ConfigError
+
+DEFAULT_PORT: Final = 8080
+MAX_BACKENDS: Final = 1024
+_BACKEND: Final = re.compile(
+    r"(?P<model>[^=\s]+)=http://(?P<host>\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+):(?P<port>\d{1,5})/?"
+)
+
+DESCRIPTION: Final = (
+    "Serve all models under one URL: route each request by its model to a pod that is ready and least loaded."
+)
+EPILOG: Final = """\
+A request that fails before the first byte of its response is tried on another pod, at
+most three times in all; a stream that breaks off later ends with an error event. Pods
+that hang, drain or refuse connections get no requests until a probe of /readyz succeeds.
+
+  GET /v1/models   the models, with the number of their pods by state
+  GET /livez, /readyz, /metrics
+  POST /v1/...     to a pod of the body's 'model', which is the name of a model or, with
+                   --kubernetes, NAMESPACE/NAME of an InferenceService; so do /rerank,
+                   /score, /tokenize and /detokenize
+
+examples:
+  skiff router --backend llama=http://10.0.0.7:8000 --backend llama=http://10.0.0.8:8000
+  skiff router --backend qwen=http://127.0.0.1:8000 --policy round-robin --port 9000
+  skiff router --kubernetes --namespace models --host 0.0.0.0      # in a pod
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig:
+    """The options of one router.
+
+    ``backends``: addresses of pods by the name of their model; empty with ``kubernetes``, where InferenceServices name
+    them, those of ``namespace`` or of all namespaces if it is None.
+    """
+
+    host: str
+    port: int
+    backends: dict[str, tuple[Address, ...]]
+    kubernetes: bool
+    namespace: str | None
+    policy: str
+    api_key_file: str | None
+    backend_api_key: str
+    first_byte_timeout_seconds: float
+    drain_timeout_seconds: float
+    max_request_bytes: int
+    max_connections: int
+    log_level: str
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags of ``skiff router``."""
+    parser.description = DESCRIPTION
+    parser.epilog = EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument(FLAG_HOST, default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    parser.add_argument(
+        FLAG_PORT, type=int, default=DEFAULT_PORT, help="port to listen on; 0: any (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--backend",
+        action="append",
+        default=[],
+        metavar="MODEL=URL",
+        help="a server of a model, http://HOST:PORT; may be repeated, also for the same model",
+    )
+    parser.add_argument(
+        "--kubernetes",
+        action="store_true",
+        help="serve the InferenceServices of the cluster in which this pod runs",
+    )
+    parser.add_argument(
+        "--namespace",
+        default=None,
+        metavar="NAME",
+        help="only those of one namespace (default: all)",
+    )
+    parser.add_argument(
+        "--policy",
+        choices=policies.NAMES,
+        default=policies.LEAST_LOAD,
+        help="how a pod is chosen (default: %(default)s)",
+    )
+    parser.add_argument(
+        FLAG_API_KEY_FILE,
+        default=None,
+        metavar="FILE",
+        help="file of the API keys that clients need, a KEY or NAME: KEY on each line; read again when it changes. "
+        "Without it, clients' keys are passed on, and pods check them",
+    )
+    parser.add_argument(
+        "--backend-api-key-file",
+        default=None,
+        metavar="FILE",
+        help=f"file with the one API key that pods require of the router; only with {FLAG_API_KEY_FILE}",
+    )
+    parser.add_argument(
+        "--first-byte-timeout-seconds",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="limit on the time until the first byte of a response, queueing included (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--drain-timeout-seconds",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="limit on the time for running requests after SIGTERM (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--max-request-bytes",
+        type=int,
+        default=32 << 20,
+        metavar="BYTES",
+        help="largest body of a request (default: %(default)d)",
+    )
+    parser.add_argument(
+        "--max-connections",
+        type=int,
+        default=8192,
+        metavar="NUMBER",
+        help="connections of clients beyond which others get a 503 (default: %(default)d)",
+    )
+    parser.add_argument(
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        default="info",
+        help=f"also ${ENV_PREFIX}LOG_LEVEL (default: %(default)s)",
+    )
+
+
+def from_arguments(arguments: argparse.Namespace) -> RouterConfig:
+    """Return the configuration of a command line.
+
+    Raises:
+        ConfigError: an option is malformed or out of range; the message names it.
+    """
+    for name, least in (
+        ("first_byte_timeout_seconds", 0.1),
+        ("drain_timeout_seconds", 0.0),
+        ("max_request_bytes", 1024),
+        ("max_connections", 1),
+    ):
+        if not getattr(arguments, name) >= least:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least {least:g}")
+    if not 0 <= arguments.port <= 65535:
+        raise ConfigError(f"{FLAG_PORT} {arguments.port} is not a port; use 0 to 65535")
+    backend_key = ""
+    if arguments.backend_api_key_file is not None:
+        if arguments.api_key_file is None:
+            raise ConfigError(
+                f"--backend-api-key-file without {FLAG_API_KEY_FILE} would give everyone the router's own rights; "
+                f"add {FLAG_API_KEY_FILE}"
+            )
+        backend_key = _read_single_key(arguments.backend_api_key_file)
+    if arguments.kubernetes == bool(arguments.backend):
+        raise ConfigError("give either --kubernetes, or at least one --backend MODEL=http://HOST:PORT")
+    if arguments.namespace is not None and not arguments.kubernetes:
+        raise ConfigError("--namespace without --kubernetes has no meaning; add --kubernetes")
+    return RouterConfig(
+        host=arguments.host,
+        port=arguments.port,
+        backends=_parse_backends(arguments.backend),
+        kubernetes=arguments.kubernetes,
+        namespace=arguments.namespace,
+        policy=arguments.policy,
+        api_key_file=arguments.api_key_file,
+        backend_api_key=backend_key,
+        first_byte_timeout_seconds=arguments.first_byte_timeout_seconds,
+        drain_timeout_seconds=arguments.drain_timeout_seconds,
+        max_request_bytes=arguments.max_request_bytes,
+        max_connections=arguments.max_connections,
+        log_level=arguments.log_level,
+    )
+
+
+def _read_single_key(path: str) -> str:
+    keys = list(read_api_keys(str(Path(path)), "--backend-api-key-file"))
+    if len(keys) != 1:
+        raise ConfigError(f"--backend-api-key-file {path} holds {len(keys)} keys; it must hold one")
+    return keys[0]
+
+
+def _parse_backends(texts: list[str]) -> dict[str, tuple[Address, ...]]:
+    if len(texts) > MAX_BACKENDS:
+        raise ConfigError(f"--backend is given {len(texts)} times; the limit is {MAX_BACKENDS}")
+    found: dict[str, dict[Address, None]] = {}
+    for text in texts:
+        match = _BACKEND.fullmatch(text)
+        if match is None or not 0 < int(match["port"]) <= 65535:
+            raise ConfigError(f"--backend {text!r} is not MODEL=http://HOST:PORT")
+        address = Address(match["host"].strip("[]"), int(match["port"]))
+        found.setdefault(match["model"], {})[address] = None
+    return {model: tuple(addresses) for model, addresses in found.items()}

@@ -1,0 +1,193 @@
+"""Models and pods from Kubernetes: InferenceServices name the models, EndpointSlices their pods."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+from skiff_router.endpoints import Registry
+from skiff_router.kubernetes_watch import ClusterAccess, EventType, KubernetesObject, ObjectStream
+from skiff_router.upstream import Address
+from skiff_runtime import contract
+
+SERVICE_NAME_LABEL: Final = "kubernetes.io/service-name"
+
+
+class _Model(msgspec.Struct):
+    name: str | None = None
+
+
+class _Spec(msgspec.Struct):
+    model: _Model = msgspec.field(default_factory=_Model)
+
+
+class InferenceService(KubernetesObject):
+    """An InferenceService, as far as the router reads it."""
+
+    spec: _Spec = msgspec.field(default_factory=_Spec)
+
+
+class _Conditions(msgspec.Struct):
+    ready: bool | None = None
+    terminating: bool | None = None
+
+
+class _Reference(msgspec.Struct):
+    name: str = ""
+
+
+class _SliceEndpoint(msgspec.Struct, rename="camel"):
+    addresses: list[str]
+    conditions: _Conditions = msgspec.field(default_factory=_Conditions)
+    target_ref: _Reference | None = None
+
+
+class _Port(msgspec.Struct):
+    name: str | None = None
+    port: int | None = None
+
+
+class EndpointSlice(KubernetesObject):
+    """An EndpointSlice of a Service of ours."""
+
+    endpoints: list[_SliceEndpoint] | None = None
+    ports: list[_Port] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PodState:
+    """One pod of a slice. Terminating pods are left out: they get nothing more."""
+
+    address: Address
+    name: str
+    ready: bool
+
+
+def pods_of(slice_: EndpointSlice) -> list[PodState]:
+    """Return the pods of a slice that do not terminate, at the port of the API."""
+    ports = [each.port for each in slice_.ports or () if each.name == contract.API_PORT_NAME and each.port]
+    if not ports:
+        return []
+    return [
+        PodState(
+            Address(each.addresses[0], ports[0]),
+            each.target_ref.name if each.target_ref is not None else each.addresses[0],
+            each.conditions.ready is not False,
+        )
+        for each in slice_.endpoints or ()
+        if each.addresses and not each.conditions.terminating
+    ]
+
+
+class Discovery:
+    """Keeps a registry equal to what the cluster holds."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._models: dict[str, str] = {}
+        self._slices: dict[str, dict[str, list[PodState]]] = {}
+
+    def list_services(self, services: Sequence[InferenceService]) -> None:
+        """Replace all InferenceServices."""
+        found = {_key(each): each for each in services}
+        for key in [key for key in self._models if key not in found]:
+            self._remove(key)
+        for service in services:
+            self._put(service)
+
+    def change_service(self, event: EventType, service: InferenceService) -> None:
+        """Apply a change of an InferenceService."""
+        if event == "DELETED":
+            self._remove(_key(service))
+        else:
+            self._put(service)
+
+    def list_slices(self, slices: Sequence[EndpointSlice]) -> None:
+        """Replace all EndpointSlices."""
+        self._slices = {}
+        for each in slices:
+            self._slices.setdefault(_service_key(each), {})[each.metadata.name] = pods_of(each)
+        for key in self._models:
+            self._update(key)
+
+    def change_slice(self, event: EventType, slice_: EndpointSlice) -> None:
+        """Apply a change of an EndpointSlice."""
+        key = _service_key(slice_)
+        slices = self._slices.setdefault(key, {})
+        if event == "DELETED":
+            slices.pop(slice_.metadata.name, None)
+        else:
+            slices[slice_.metadata.name] = pods_of(slice_)
+        if not slices:
+            del self._slices[key]
+        if key in self._models:
+            self._update(key)
+
+    def _put(self, service: InferenceService) -> None:
+        key, model = _key(service), service.spec.model.name or service.metadata.name
+        if self._models.get(key) != model:
+            self._models[key] = model
+            self._registry.put(key, model)
+            self._update(key)
+
+    def _remove(self, key: str) -> None:
+        del self._models[key]
+        self._registry.remove(key)
+
+    def _update(self, key: str) -> None:
+        """Give a backend the pods of all slices of its Service. A pod in two slices, as while it moves, is one."""
+        states = {
+            state.address: state
+            for pods in self._slices.get(key, {}).values()
+            for state in sorted(pods, key=lambda pod: pod.ready)
+        }
+        backend = self._registry.put(key, self._models[key])
+        backend.update({address: state.name for address, state in states.items()})
+        for endpoint in backend.endpoints:
+            endpoint.ready = states[endpoint.address].ready
+
+
+class KubernetesDiscovery:
+    """The two streams of one namespace, or of all, that feed a ``Discovery``."""
+
+    def __init__(self, access: ClusterAccess, registry: Registry, namespace: str | None) -> None:
+        discovery = Discovery(registry)
+        scope = f"/namespaces/{namespace}" if namespace else ""
+        self._services = ObjectStream(
+            access,
+            f"/apis/{contract.API_GROUP}/{contract.API_VERSION}{scope}/inferenceservices",
+            InferenceService,
+            selector="",
+            on_list=discovery.list_services,
+            on_event=discovery.change_service,
+        )
+        self._slices = ObjectStream(
+            access,
+            f"/apis/discovery.k8s.io/v1{scope}/endpointslices",
+            EndpointSlice,
+            selector=contract.LABEL_SERVICE,
+            on_list=discovery.list_slices,
+            on_event=discovery.change_slice,
+        )
+
+    async def run(self) -> None:
+        """Follow the cluster for ever."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._services.run())
+            group.create_task(self._slices.run())
+
+    @property
+    def is_synced(self) -> bool:
+        """Return whether both kinds were listed once."""
+        return self._services.is_synced and self._slices.is_synced
+
+
+def _key(obj: KubernetesObject) -> str:
+    return f"{obj.metadata.namespace}/{obj.metadata.name}"
+
+
+def _service_key(slice_: EndpointSlice) -> str:
+    """Return the key of the InferenceService whose Service the slice belongs to; they have the same name."""
+    return f"{slice_.metadata.namespace}/{(slice_.metadata.labels or {}).get(SERVICE_NAME_LABEL, '')}"

@@ -1,0 +1,187 @@
+"""The state of each pod as the router sees it: ready, draining or ejected, with its load and its connections.
+
+Ejection is by failures alone, not by slowness: a pod with a long queue answers late and is healthy. A pod that refuses
+connections, resets them, or does not answer its probe is not chosen until a probe succeeds.
+"""
+
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+from skiff_router.upstream import Address, ConnectionPool
+from skiff_runtime.errors import InvalidRequest, ModelNotFound
+
+EJECTING_FAILURES: Final = 2
+"""Failures in a row after which a pod is ejected. One may be the race of a request with the end of an idle connection."""
+PROBE_SECONDS: Final = 1.0
+"""Interval of the probes of a pod."""
+PROBE_TIMEOUT_SECONDS: Final = 2.0
+"""A pod that does not answer a probe for this long hangs: the API process of a busy one answers in milliseconds."""
+
+
+MAX_LISTED_NAMES: Final = 50
+"""Models that the error for an unknown one lists."""
+
+EndpointState = Literal["available", "draining", "ejected", "not_ready"]
+
+
+@dataclass(eq=False, slots=True)
+class Endpoint:
+    """One pod. ``name`` is its pod's name, or its address where it is not known.
+
+    ``in_flight``: requests of this router that have no complete response yet. ``failures``: failures since the last
+    response. ``ready`` is what the cluster says, ``ejected`` what this router saw.
+    """
+
+    name: str
+    address: Address
+    ready: bool = True
+    draining: bool = False
+    ejected: bool = False
+    failures: int = 0
+    in_flight: int = 0
+    pool: ConnectionPool = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Make the pool of connections."""
+        self.pool = ConnectionPool(self.address)
+
+    @property
+    def is_available(self) -> bool:
+        """Return whether new requests may be sent here."""
+        return self.ready and not self.draining and not self.ejected
+
+    @property
+    def state(self) -> EndpointState:
+        """Return the state for metrics and ``/v1/models``."""
+        if not self.ready:
+            return "not_ready"
+        if self.ejected:
+            return "ejected"
+        return "draining" if self.draining else "available"
+
+    def record_response(self) -> None:
+        """Record a response of any status but those of a pod that ends."""
+        self.failures = 0
+
+    def record_failure(self) -> bool:
+        """Record a failed exchange. Returns True if it ejects the pod."""
+        self.failures += 1
+        if self.ejected or self.failures < EJECTING_FAILURES:
+            return False
+        self.eject()
+        return True
+
+    def eject(self) -> None:
+        """Choose this pod no more until a probe succeeds. Idle connections are closed: they belong to what failed."""
+        self.ejected = True
+        self.pool.close_idle()
+
+    def restore(self) -> None:
+        """Choose this pod again."""
+        self.ejected = False
+        self.draining = False
+        self.failures = 0
+
+    def drain(self) -> None:
+        """Choose this pod no more, because it ends; what it runs goes on."""
+        self.draining = True
+        self.pool.close_idle()
+
+
+@dataclass(eq=False, slots=True)
+class Backend:
+    """The pods that serve one model: those of an InferenceService, or those that ``--backend`` names.
+
+    ``key`` is ``namespace/name`` of the InferenceService, or the model's name. ``endpoints`` are in the order of their names,
+    so that routers which see the same pods see them in the same order.
+    """
+
+    key: str
+    model: str
+    endpoints: list[Endpoint] = field(default_factory=list)
+
+    def available(self) -> list[Endpoint]:
+        """Return the pods to which new requests may be sent, in the order of their names."""
+        return [endpoint for endpoint in self.endpoints if endpoint.is_available]
+
+    def update(self, wanted: dict[Address, str]) -> None:
+        """Replace the pods by ``wanted``, names by address. A pod that stays keeps its state."""
+        known = {endpoint.address: endpoint for endpoint in self.endpoints}
+        for address, endpoint in known.items():
+            if address not in wanted:
+                endpoint.drain()
+                endpoint.pool.close()
+        self.endpoints = sorted(
+            (known.get(address) or Endpoint(name, address) for address, name in wanted.items()),
+            key=lambda endpoint: (endpoint.name, endpoint.address),
+        )
+
+
+class Registry:
+    """All models by the names under which clients ask for them: the model's name, and ``namespace/name``.
+
+    A model's name that several InferenceServices have means none of them: otherwise whoever may create one in some
+    namespace could take the requests of another.
+    """
+
+    def __init__(self) -> None:
+        self._backends: dict[str, Backend] = {}
+        self._by_model: dict[str, list[Backend]] = {}
+
+    @property
+    def backends(self) -> list[Backend]:
+        """Return all backends, in the order of their keys."""
+        return [self._backends[key] for key in sorted(self._backends)]
+
+    def put(self, key: str, model: str) -> Backend:
+        """Return the backend with this key; add it if it is new, and change its model's name."""
+        backend = self._backends.get(key)
+        if backend is None:
+            backend = self._backends[key] = Backend(key, model)
+        elif backend.model == model:
+            return backend
+        backend.model = model
+        self._index()
+        return backend
+
+    def remove(self, key: str) -> None:
+        """Remove a backend; its requests in flight go on."""
+        backend = self._backends.pop(key, None)
+        if backend is not None:
+            backend.update({})
+            self._index()
+
+    def find(self, name: str) -> Backend:
+        """Return the backend for the ``model`` of a request.
+
+        Raises:
+            ModelNotFound: None has this name; the message lists those that there are.
+            InvalidRequest: Several have it; the message lists their unique names.
+        """
+        found = self._by_model.get(name, ())
+        if len(found) == 1:
+            return found[0]
+        backend = self._backends.get(name)
+        if backend is not None:
+            return backend
+        if found:
+            keys = ", ".join(backend.key for backend in found)
+            raise InvalidRequest(
+                f"several InferenceServices serve a model {name!r}; name one of them: {keys}",
+                param="model",
+                code="model_ambiguous",
+            )
+        raise ModelNotFound(
+            f"the model {name!r} is not served here; models: {', '.join(self._names()) or 'none yet'}",
+            param="model",
+        )
+
+    def _names(self) -> list[str]:
+        """Return some of the names of models, in order."""
+        names = sorted(self._by_model)
+        return names if len(names) <= MAX_LISTED_NAMES else [*names[:MAX_LISTED_NAMES], "..."]
+
+    def _index(self) -> None:
+        self._by_model = {}
+        for backend in self.backends:
+            self._by_model.setdefault(backend.model, []).append(backend)

@@ -1,0 +1,106 @@
+"""Probes of pods: a GET of the readiness path, which tells a pod that hangs, drains or still loads from one that serves.
+
+A pod is probed every ``PROBE_SECONDS``. The API process of a busy pod answers within milliseconds, so silence for
+``PROBE_TIMEOUT_SECONDS`` means that it hangs: it is ejected, and its exchanges fail. The first good answer restores it.
+"""
+
+import asyncio
+import contextlib
+from typing import Final
+
+from skiff_router.endpoints import PROBE_SECONDS, PROBE_TIMEOUT_SECONDS, Endpoint, Registry
+from skiff_router.proxy import Exchanges
+from skiff_router.upstream import ConnectionPool, Headers, UpstreamConnection, UpstreamError
+from skiff_runtime import contract, log
+
+MAX_CONCURRENT_PROBES: Final = 64
+
+
+class _Status:
+    """The receiver of a probe's response: its status, and nothing else."""
+
+    def __init__(self) -> None:
+        self.outcome: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._status = 0
+
+    def on_head(self, status: int, headers: Headers) -> None:
+        self._status = status
+
+    def on_data(self, data: bytes) -> None:
+        pass
+
+    def on_end(self) -> None:
+        if not self.outcome.done():
+            self.outcome.set_result(self._status)
+
+    def on_failure(self, error: UpstreamError) -> None:
+        if not self.outcome.done():
+            self.outcome.set_exception(error)
+
+
+class Prober:
+    """Probes every pod of a registry, each by a connection of its own: those of requests may all be busy."""
+
+    def __init__(self, registry: Registry, exchanges: Exchanges, api_key: str = "") -> None:
+        """``api_key``: sent with each probe; Skiff's own probes need none, those of other servers may."""
+        self._registry = registry
+        self._exchanges = exchanges
+        self._api_key = api_key
+        self._slots = asyncio.Semaphore(MAX_CONCURRENT_PROBES)
+        self._pools: dict[Endpoint, ConnectionPool] = {}
+
+    async def run(self) -> None:
+        """Probe for ever."""
+        loop = asyncio.get_running_loop()
+        while True:
+            began = loop.time()
+            endpoints = [endpoint for backend in self._registry.backends for endpoint in backend.endpoints]
+            for gone in [endpoint for endpoint in self._pools if endpoint not in endpoints]:
+                self._pools.pop(gone).close()
+            await asyncio.gather(*(self._probe(endpoint) for endpoint in endpoints))
+            await asyncio.sleep(max(0.0, began + PROBE_SECONDS - loop.time()))
+
+    async def _probe(self, endpoint: Endpoint) -> None:
+        async with self._slots:
+            try:
+                async with asyncio.timeout(PROBE_TIMEOUT_SECONDS):
+                    status = await self._get(endpoint)
+            except TimeoutError:
+                self._eject(endpoint, f"no answer to a probe within {PROBE_TIMEOUT_SECONDS:g} s", hangs=True)
+                return
+            except UpstreamError as error:
+                self._eject(endpoint, str(error), hangs=False)
+                return
+        if status == 200:
+            if endpoint.ejected or endpoint.draining:
+                log.event("pod_restored", pod=endpoint.name)
+            endpoint.restore()
+        elif not endpoint.draining:
+            log.event("pod_not_ready", pod=endpoint.name, status=status)
+            endpoint.drain()
+
+    def _eject(self, endpoint: Endpoint, reason: str, *, hangs: bool) -> None:
+        if not endpoint.ejected:
+            log.warning("pod_ejected", pod=endpoint.name, reason=reason)
+        endpoint.eject()
+        if hangs:
+            self._exchanges.fail(endpoint, f"the pod hangs: {reason}")
+
+    async def _get(self, endpoint: Endpoint) -> int:
+        pool = self._pools.setdefault(endpoint, ConnectionPool(endpoint.address))
+        connection = pool.take_idle()
+        if connection is not None:
+            with contextlib.suppress(UpstreamError):  # it was idle, and may have ended at this moment
+                return await self._get_on(endpoint, connection)
+        return await self._get_on(endpoint, await pool.connect())
+
+    async def _get_on(self, endpoint: Endpoint, connection: UpstreamConnection) -> int:
+        receiver = _Status()
+        key = f"authorization: Bearer {self._api_key}\r\n" if self._api_key else ""
+        head = f"GET {contract.PATH_READYZ} HTTP/1.1\r\nhost: {endpoint.address}\r\n{key}\r\n"
+        connection.send((head.encode(),), receiver)
+        try:
+            return await receiver.outcome
+        except asyncio.CancelledError:
+            connection.abort()
+            raise

@@ -1,0 +1,385 @@
+"""The way of a request: its model, the pods of that model, attempts until one of them answers, and exactly one response.
+
+Until the client has a byte of a response, another pod may answer in place of the one that failed: after a refused or lost
+connection, a time limit, or a response by which the pod says that it did not begin (429, 503). After that the response
+ends with the error, in the shape of its API, and the client decides.
+"""
+
+import asyncio
+import contextlib
+from dataclasses import dataclass
+from typing import Final
+
+from skiff_router.endpoints import Backend, Endpoint, Registry
+from skiff_router.errors import BadGateway, GatewayTimeout
+from skiff_router.metrics import RouterMetrics
+from skiff_router.policies import Policy
+from skiff_router.relay import REFUSALS, Broken, ClientWriter, Outcome, Relay, Reply, Streamed
+from skiff_router.request import read_model, replace_model
+from skiff_router.retries import MAX_ATTEMPTS, RetryBudget
+from skiff_router.upstream import Failure, Headers, UpstreamConnection, UpstreamError
+from skiff_runtime import contract, log
+from skiff_runtime.api.http.anthropic_errors import ANTHROPIC_PATHS, anthropic_error
+from skiff_runtime.api.http.asgi import Receive, Scope, Send
+from skiff_runtime.api.http.request_body import BodyReader, ClientDisconnected
+from skiff_runtime.api.http.responses import (
+    error_body_for,
+    error_headers,
+    get_request_id,
+    get_response_headers,
+)
+from skiff_runtime.errors import CLIENT_CLOSED_REQUEST, RequestError, Unavailable
+from skiff_runtime.sse import encode_event
+
+NO_POD_RETRY_SECONDS: Final = 2
+_NOT_FORWARDED: Final = frozenset(
+    {
+        b"connection",
+        b"content-length",
+        b"expect",
+        b"host",
+        b"keep-alive",
+        b"proxy-authorization",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+        b"x-request-id",
+    }
+)
+_CREDENTIALS: Final = frozenset({b"authorization", b"x-api-key"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProxySettings:
+    """Settings of all requests.
+
+    ``first_byte_seconds``: time limit until the first byte of a response. ``forward_credentials``: the client's API key goes
+    to the pod, which checks it; otherwise the pod gets ``backend_key``, or none if it is empty.
+    """
+
+    first_byte_seconds: float
+    forward_credentials: bool
+    backend_key: str = ""
+
+
+class Exchanges:
+    """The requests in flight, and the exchanges with each pod, so that those with a pod that hangs can be failed."""
+
+    def __init__(self) -> None:
+        self._relays: dict[Endpoint, dict[Relay, UpstreamConnection]] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.requests = 0
+        self.begun = 0
+        """Requests since the start of the router."""
+
+    def begin_request(self) -> None:
+        """Count a request whose body is complete."""
+        self.requests += 1
+        self.begun += 1
+        self._idle.clear()
+
+    def end_request(self) -> None:
+        """Count the end of a request."""
+        self.requests -= 1
+        if not self.requests:
+            self._idle.set()
+
+    async def wait_until_idle(self, timeout_seconds: float) -> None:
+        """Return when no request is in flight, or when the time is over."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), timeout_seconds)
+
+    def add(self, endpoint: Endpoint, relay: Relay, connection: UpstreamConnection) -> None:
+        """Add an exchange that begins."""
+        self._relays.setdefault(endpoint, {})[relay] = connection
+
+    def remove(self, endpoint: Endpoint, relay: Relay) -> None:
+        """Remove an exchange that has ended."""
+        relays = self._relays[endpoint]
+        del relays[relay]
+        if not relays:
+            del self._relays[endpoint]
+
+    def fail(self, endpoint: Endpoint, reason: str) -> None:
+        """Fail every exchange with a pod; those without a first byte are retried on other pods."""
+        for relay, connection in list(self._relays.get(endpoint, {}).items()):
+            connection.abort()
+            relay.on_failure(UpstreamError(Failure.TIMEOUT, reason))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProxyContext:
+    """What all requests share."""
+
+    registry: Registry
+    policy: Policy
+    exchanges: Exchanges
+    metrics: RouterMetrics
+    settings: ProxySettings
+    budget: RetryBudget
+
+
+class Proxy:
+    """The ASGI application of the proxied paths."""
+
+    def __init__(self, context: ProxyContext, body: BodyReader) -> None:
+        self._context = context
+        self._body = body
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        try:
+            body = await self._body.read(scope["headers"], receive)
+        except ClientDisconnected:
+            return
+        except RequestError as error:
+            await _answer_error(self._context.metrics, scope, send, error, model="")
+            return
+        request = _RoutedRequest(self._context, scope, send, body)
+        task = asyncio.current_task()
+        assert task is not None
+        watch = asyncio.get_running_loop().create_task(_wait_until_left(receive))
+        # The server ends the wait when the response is complete, too; the request's task has ended then.
+        watch.add_done_callback(lambda _: task.cancel() if not request.is_over else None)
+        self._context.exchanges.begin_request()
+        try:
+            await request.serve()
+        except asyncio.CancelledError:
+            if not watch.done() or watch.cancelled():
+                raise
+            request.leave()
+        finally:
+            self._context.exchanges.end_request()
+            watch.cancel()
+
+
+async def _wait_until_left(receive: Receive) -> None:
+    """Wait until the client has disconnected, or the response is complete."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _answer_error(
+    metrics: RouterMetrics, scope: Scope, send: Send, error: RequestError, *, model: str
+) -> None:
+    metrics.record_response(model, error.status)
+    log.event("request_rejected", id=get_request_id(scope), status=error.status, error=error.message)
+    body = error_body_for(scope, error)
+    headers: Headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", b"%d" % len(body)),
+        *error_headers(error),
+    ]
+    await ClientWriter(scope, send, get_response_headers(scope)).send_whole(
+        Reply(error.status, headers, body)
+    )
+
+
+class _RoutedRequest:
+    """One request and its attempts. ``is_over``: its response is complete, or will never be."""
+
+    def __init__(self, context: ProxyContext, scope: Scope, send: Send, body: bytes) -> None:
+        self.is_over = False
+        self._context = context
+        self._scope = scope
+        self._send = send
+        self._body = body
+        self._id = get_request_id(scope)
+        self._began = asyncio.get_running_loop().time()
+        self._writer = ClientWriter(scope, send, get_response_headers(scope))
+        self._model = ""
+        self._attempts = 0
+        self._pod = ""
+
+    async def serve(self) -> None:
+        """Route the request, and respond."""
+        try:
+            backend = self._route()
+            await self._respond(backend, await self._attempt(backend))
+        except RequestError as error:
+            self.is_over = True
+            await _answer_error(self._context.metrics, self._scope, self._send, error, model=self._model)
+
+    def leave(self) -> None:
+        """Record that the client has left before the end of its response."""
+        self._writer.cancel()
+        self._finish(CLIENT_CLOSED_REQUEST)
+
+    def _route(self) -> Backend:
+        requested = read_model(self._body)
+        backend = self._context.registry.find(requested)
+        self._model = backend.model
+        if requested != backend.model:
+            self._body = replace_model(self._body, backend.model)
+        return backend
+
+    async def _attempt(self, backend: Backend) -> Outcome | None:
+        """Return the outcome of the last attempt; None if no pod is available."""
+        context = self._context
+        context.budget.earn()
+        tried: dict[Endpoint, None] = {}
+        outcome: Outcome | None = None
+        while self._attempts < MAX_ATTEMPTS:
+            left = [endpoint for endpoint in backend.available() if endpoint not in tried]
+            if not left or (self._attempts and not context.budget.spend()):
+                break
+            if self._attempts:
+                context.metrics.record_retry(self._model)
+            self._attempts += 1
+            endpoint = context.policy.choose(left)
+            tried[endpoint] = None
+            outcome = await self._try(endpoint)
+            if not _is_retryable(outcome):
+                break
+        return outcome
+
+    async def _try(self, endpoint: Endpoint) -> Outcome:
+        """Send the request to a pod, wait for the end of its response, and record what that says about the pod."""
+        self._pod = endpoint.name
+        endpoint.in_flight += 1
+        try:
+            outcome = await self._exchange_on_any_connection(endpoint)
+        finally:
+            endpoint.in_flight -= 1
+        if isinstance(outcome, Broken):
+            self._context.metrics.record_failure(self._model, outcome.error.failure)
+            log.warning(
+                "attempt_failed",
+                id=self._id,
+                pod=endpoint.name,
+                failure=outcome.error.failure,
+                reason=outcome.error,
+                begun=outcome.begun,
+                ejected=endpoint.record_failure(),
+            )
+        elif isinstance(outcome, Reply) and outcome.status == Unavailable.status:
+            endpoint.drain()  # it ends, or still loads; a probe brings it back
+        else:
+            endpoint.record_response()
+        return outcome
+
+    async def _exchange_on_any_connection(self, endpoint: Endpoint) -> Outcome:
+        idle = endpoint.pool.take_idle()
+        if idle is not None:
+            outcome = await self._exchange(endpoint, idle)
+            if not (isinstance(outcome, Broken) and outcome.error.reused and not outcome.begun):
+                return outcome
+            # The pod closed the idle connection at the moment at which it was reused.
+        try:
+            return await self._exchange(endpoint, await endpoint.pool.connect())
+        except UpstreamError as error:
+            return Broken(error, begun=False)
+
+    async def _exchange(self, endpoint: Endpoint, connection: UpstreamConnection) -> Outcome:
+        context = self._context
+        relay = Relay(self._writer, connection)
+        context.exchanges.add(endpoint, relay, connection)
+        limit = context.settings.first_byte_seconds
+        timer = asyncio.get_running_loop().call_later(limit, _expire, relay, connection, limit)
+        try:
+            connection.send(self._request(endpoint), relay)
+            outcome = await relay.outcome
+            if isinstance(outcome, Streamed):
+                await self._writer.end()
+            elif isinstance(outcome, Broken) and outcome.begun:
+                await self._end_broken(relay, outcome.error)
+        except asyncio.CancelledError:
+            connection.abort()
+            raise
+        finally:
+            timer.cancel()
+            context.exchanges.remove(endpoint, relay)
+        if relay.first_byte_at:
+            context.metrics.record_first_byte(self._model, relay.first_byte_at - self._began)
+        return outcome
+
+    def _request(self, endpoint: Endpoint) -> tuple[bytes, bytes]:
+        """Return the head and the body of the request to a pod."""
+        settings, scope = self._context.settings, self._scope
+        target = scope["raw_path"]
+        if scope["query_string"]:
+            target += b"?" + scope["query_string"]
+        lines = [b"POST %b HTTP/1.1\r\nhost: %b\r\n" % (target, str(endpoint.address).encode())]
+        for name, value in scope["headers"]:
+            if name not in _NOT_FORWARDED and (settings.forward_credentials or name not in _CREDENTIALS):
+                lines.append(b"%b: %b\r\n" % (name, value))
+        if settings.backend_key and not settings.forward_credentials:
+            lines.append(b"authorization: Bearer %b\r\n" % settings.backend_key.encode())
+        lines.append(b"x-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (self._id.encode(), len(self._body)))
+        return b"".join(lines), self._body
+
+    async def _end_broken(self, relay: Relay, error: UpstreamError) -> None:
+        """End a response of which the client has a part: with an error event, else without the end of its body.
+
+        The server then closes the connection of an incomplete response, by which the client notices.
+        """
+        if relay.is_event_stream:
+            failed = BadGateway(f"the pod's response broke off: {error}; the request may be repeated")
+            self._writer.write(error_event(self._scope["path"], failed, self._id))
+            await self._writer.end()
+
+    async def _respond(self, backend: Backend, outcome: Outcome | None) -> None:
+        match outcome:
+            case Streamed(status):
+                self._finish(status)
+            case Broken(begun=True):
+                self._finish(BadGateway.status)
+            case Reply(status):
+                self.is_over = True
+                await self._writer.send_whole(outcome)
+                self._finish(status)
+            case Broken(error) if error.failure is Failure.TIMEOUT:
+                raise GatewayTimeout(f"the model {backend.model!r} did not answer: {error}; retry")
+            case Broken(error):
+                raise BadGateway(
+                    f"no pod of the model {backend.model!r} answered in {self._attempts} attempts: {error}; retry"
+                )
+            case _:
+                raise Unavailable(
+                    f"no pod of the model {backend.model!r} is ready; retry",
+                    retry_after_seconds=NO_POD_RETRY_SECONDS,
+                )
+
+    def _finish(self, status: int) -> None:
+        self.is_over = True
+        self._context.metrics.record_response(self._model, status)
+        log.event(
+            "request_finished",
+            id=self._id,
+            model=self._model,
+            pod=self._pod,
+            status=status,
+            attempts=self._attempts,
+            seconds=asyncio.get_running_loop().time() - self._began,
+        )
+
+
+def _is_retryable(outcome: Outcome) -> bool:
+    """Return whether another pod may take the request: the client has nothing yet, and this pod did not begin, or failed."""
+    match outcome:
+        case Broken(begun=begun):
+            return not begun
+        case Reply(status):
+            return status in REFUSALS
+        case _:
+            return False
+
+
+def _expire(relay: Relay, connection: UpstreamConnection, limit: float) -> None:
+    if not relay.first_byte_at:
+        connection.abort()
+        relay.on_failure(UpstreamError(Failure.TIMEOUT, f"no byte of a response within {limit:g} s"))
+
+
+def error_event(path: str, error: RequestError, request_id: str) -> bytes:
+    """Return the event that ends a broken stream, in the shape of the API that ``path`` belongs to."""
+    fields = {"message": error.message, "type": error.kind, "param": error.param, "code": error.code}
+    if path in ANTHROPIC_PATHS:
+        return encode_event(anthropic_error(error, request_id), "error")
+    if path == contract.PATH_RESPONSES:
+        event = {"type": "error", "code": error.code, "message": error.message, "param": None}
+        return encode_event(event, "error")
+    return encode_event({"error": fields})

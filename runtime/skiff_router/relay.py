@@ -1,0 +1,214 @@
+"""The way of one response from a pod to a client: held back while a retry is possible, then passed on as it arrives.
+
+A response that fits ``HELD_BYTES`` and has a length is passed on when it is complete, so that a client never gets a part of a
+JSON body. A stream of events is passed on in whole events, so that the error event which ends a broken one is understood.
+Each piece goes from the parser's callback directly to the client's connection; only a client that reads slowly costs a task,
+and then reading from the pod pauses until the client has caught up.
+"""
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass
+from typing import Final
+
+from skiff_router.upstream import Headers, UpstreamConnection, UpstreamError
+from skiff_runtime.api.http.asgi import CHUNK_WRITER_EXTENSION, Scope, Send
+
+HELD_BYTES: Final = 1 << 20
+"""Largest complete response that is held back until its end."""
+MAX_EVENT_BYTES: Final = 1 << 20
+"""Bound on the part of an event that is held back; a longer event is passed on in pieces."""
+REFUSALS: Final = (429, 503)
+"""Statuses by which a pod says that it did not begin the request: another pod may take it."""
+EVENT_STREAM: Final = b"text/event-stream"
+_DROPPED: Final = frozenset(
+    {
+        b"connection",
+        b"keep-alive",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+        b"date",  # the router's server adds its own
+        b"server",
+        b"x-request-id",  # these two are among the headers of every response of the router
+        b"request-id",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A response that is complete and of which the client got nothing yet."""
+
+    status: int
+    headers: Headers
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Streamed:
+    """A response that was passed on to its end."""
+
+    status: int
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """A response that failed. ``begun``: the client has a part of it, so it cannot be retried."""
+
+    error: UpstreamError
+    begun: bool
+
+
+Outcome = Reply | Streamed | Broken
+
+
+class ClientWriter:
+    """The client's side of a response. While the client reads too slowly, the pod's connection is not read."""
+
+    def __init__(self, scope: Scope, send: Send, headers: Headers) -> None:
+        """``headers``: those that every response of the router to this request carries."""
+        self._send = send
+        self._headers = headers
+        self._write_chunk = scope["extensions"][CHUNK_WRITER_EXTENSION]
+        self._backlog: deque[bytes] = deque()
+        self._draining: asyncio.Task[None] | None = None
+        self._source: UpstreamConnection | None = None
+
+    async def send_whole(self, reply: Reply) -> None:
+        """Send a complete response."""
+        headers = [header for header in reply.headers if header[0] not in _DROPPED]
+        headers += self._headers
+        await self._send({"type": "http.response.start", "status": reply.status, "headers": headers})
+        await self._send({"type": "http.response.body", "body": reply.body, "more_body": False})
+
+    def begin(self, status: int, headers: Headers, source: UpstreamConnection) -> None:
+        """Begin a response whose pieces follow; ``source`` is paused while the client cannot take more."""
+        self._source = source
+        kept = [header for header in headers if header[0] not in _DROPPED]
+        kept += self._headers
+        # The first step of the server's ``send`` of a head never waits.
+        steps = self._send({"type": "http.response.start", "status": status, "headers": kept}).__await__()
+        try:
+            next(steps)
+        except StopIteration:
+            return
+        raise AssertionError("the head of a response is written at once")
+
+    def write(self, data: bytes) -> None:
+        """Write a piece of the body, not empty."""
+        if self._draining is None and self._write_chunk(data):
+            return
+        self._backlog.append(data)
+        if self._draining is None:
+            if self._source is not None:
+                self._source.pause()
+            self._draining = asyncio.get_running_loop().create_task(self._drain())
+
+    async def end(self) -> None:
+        """Write the end of the body."""
+        if self._draining is not None:
+            await self._draining
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def cancel(self) -> None:
+        """Drop what is not written: the client has left."""
+        if self._draining is not None:
+            self._draining.cancel()
+
+    async def _drain(self) -> None:
+        while self._backlog:
+            data = b"".join(self._backlog)
+            self._backlog.clear()
+            await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        self._draining = None
+        if self._source is not None:
+            self._source.resume()
+
+
+class Relay:
+    """The receiver of one attempt's response. ``outcome`` is set at its end, and ``begun`` is a future of its first byte."""
+
+    def __init__(self, writer: ClientWriter, connection: UpstreamConnection) -> None:
+        loop = asyncio.get_running_loop()
+        self.outcome: asyncio.Future[Outcome] = loop.create_future()
+        self.first_byte_at = 0.0
+        self._writer = writer
+        self._connection = connection
+        self._status = 0
+        self._headers: Headers = []
+        self._held: list[bytes] | None = None
+        self._held_bytes = 0
+        self._events = False
+        self._tail = b""
+
+    @property
+    def begun(self) -> bool:
+        """Return whether the client has a part of the response."""
+        return self._status != 0 and self._held is None
+
+    def on_head(self, status: int, headers: Headers) -> None:
+        """Hold the response back, or begin to pass it on."""
+        self.first_byte_at = asyncio.get_running_loop().time()
+        self._status, self._headers = status, headers
+        length, content_type = HELD_BYTES + 1, b""
+        for name, value in headers:
+            if name == b"content-length" and value.isdigit():
+                length = int(value)
+            elif name == b"content-type":
+                content_type = value
+        if status in REFUSALS or length <= HELD_BYTES:
+            self._held = []
+            return
+        self._events = content_type.startswith(EVENT_STREAM)
+        self._writer.begin(status, headers, self._connection)
+
+    def on_data(self, data: bytes) -> None:
+        """Hold a piece back, or pass it on."""
+        if self._held is not None:
+            self._held.append(data)
+            self._held_bytes += len(data)
+            if self._held_bytes > HELD_BYTES:
+                self._pass_on_held()
+            return
+        if not self._events or (not self._tail and data.endswith(b"\n\n")):
+            self._writer.write(data)
+            return
+        data = self._tail + data
+        end = data.rfind(b"\n\n") + 2 if b"\n\n" in data else 0
+        if len(data) - end > MAX_EVENT_BYTES:
+            end = len(data)
+        self._tail = data[end:]
+        if end:
+            self._writer.write(data[:end])
+
+    def on_end(self) -> None:
+        """End the attempt with the response, or with its end."""
+        if self._tail:
+            self._writer.write(self._tail)
+            self._tail = b""
+        if self._held is not None:
+            self._set(Reply(self._status, self._headers, b"".join(self._held)))
+        else:
+            self._set(Streamed(self._status))
+
+    def on_failure(self, error: UpstreamError) -> None:
+        """End the attempt with its failure."""
+        self._set(Broken(error, self.begun))
+
+    @property
+    def is_event_stream(self) -> bool:
+        """Return whether the response is a stream of events, whose client understands an error event."""
+        return self._events
+
+    def _pass_on_held(self) -> None:
+        """Give up to hold back a response that is longer than it said, or a refusal of that size."""
+        held, self._held = self._held or [], None
+        self._writer.begin(self._status, self._headers, self._connection)
+        self._writer.write(b"".join(held))
+
+    def _set(self, outcome: Outcome) -> None:
+        if not self.outcome.done():
+            self.outcome.set_result(outcome)

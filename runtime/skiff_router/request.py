@@ -1,0 +1,51 @@
+"""What the router reads of a request: the model's name, and no more; everything else is the pod's to check."""
+
+from dataclasses import dataclass
+
+import msgspec
+
+from skiff_runtime.errors import InvalidRequest
+
+
+class _Body(msgspec.Struct):
+    """The fields that choose a pod."""
+
+    model: str = ""
+
+
+_DECODER = msgspec.json.Decoder(_Body)
+_RAW_DECODER = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+@dataclass(frozen=True, slots=True)
+class ProxiedRequest:
+    """A request to pass on. ``target`` is the path with its query; ``headers`` are the client's, in lower case."""
+
+    method: bytes
+    target: bytes
+    headers: list[tuple[bytes, bytes]]
+    body: bytes
+
+
+def read_model(body: bytes) -> str:
+    """Return the ``model`` of a body.
+
+    Raises:
+        InvalidRequest: The body is not a JSON object, or its model is not a string or missing.
+    """
+    try:
+        model = _DECODER.decode(body).model
+    except msgspec.DecodeError as error:  # ValidationError is one, too
+        raise InvalidRequest(f"the request body cannot be read: {error}", param="model") from None
+    except RecursionError:
+        raise InvalidRequest("the request body is nested too deeply", param="model") from None
+    if not model:
+        raise InvalidRequest("'model' is missing; GET /v1/models lists the models", param="model")
+    return model
+
+
+def replace_model(body: bytes, model: str) -> bytes:
+    """Return a body, which ``read_model`` has read, with another ``model`` and all other values as they are."""
+    fields = _RAW_DECODER.decode(body)
+    fields["model"] = msgspec.Raw(msgspec.json.encode(model))
+    return msgspec.json.encode(fields)

@@ -1,0 +1,175 @@
+"""The router's process: listens, probes pods, serves, and drains after SIGTERM."""
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Iterator
+from typing import Final
+
+import uvicorn
+import uvloop
+
+from skiff_router.app import RouterApp, posts
+from skiff_router.config import RouterConfig
+from skiff_router.discovery import KubernetesDiscovery
+from skiff_router.endpoints import Registry
+from skiff_router.kubernetes_watch import ClusterAccess, in_cluster_access
+from skiff_router.metrics import RouterMetrics
+from skiff_router.policies import make_policy
+from skiff_router.prober import Prober
+from skiff_router.proxy import Exchanges, Proxy, ProxyContext, ProxySettings
+from skiff_router.retries import RetryBudget
+from skiff_runtime import log
+from skiff_runtime.api.http.auth import AccessPolicy, Principal
+from skiff_runtime.api.http.cors import CorsPolicy
+from skiff_runtime.api.http.key_file import KeyFile
+from skiff_runtime.api.http.late_requests import TICK_SECONDS, LateRequests
+from skiff_runtime.api.http.listener import KEEP_ALIVE_SECONDS, LISTEN_BACKLOG, listen, raise_file_limit
+from skiff_runtime.api.http.middleware import AccessMiddleware
+from skiff_runtime.api.http.protocol import HttpProtocol, HttpServerConfig
+from skiff_runtime.api.http.request_body import MIN_VALUE_LIMIT, BodyReader
+from skiff_runtime.config.api_keys import KeyRing
+from skiff_runtime.contract import FLAG_API_KEY_FILE
+
+CLOSE_SECONDS: Final = 2
+
+
+class _HttpServer(uvicorn.Server):
+    """uvicorn's server without its signal handlers."""
+
+    config: HttpServerConfig
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class RouterServer:
+    """One router. ``port`` is None until it listens."""
+
+    def __init__(self, config: RouterConfig, access: ClusterAccess | None = None) -> None:
+        """``access``: to the API server; needed with ``config.kubernetes``."""
+        self.port: int | None = None
+        self._config = config
+        self._draining = False
+        self._registry = Registry()
+        for model, addresses in config.backends.items():
+            self._registry.put(model, model).update({address: str(address) for address in addresses})
+        self._discovery = None
+        if access is not None:
+            self._discovery = KubernetesDiscovery(access, self._registry, config.namespace)
+        self._exchanges = exchanges = Exchanges()
+        self._metrics = RouterMetrics(self._registry, lambda: len(self._http.server_state.connections))
+        key_file = None
+        if config.api_key_file is not None:
+            key_file = KeyFile(config.api_key_file, FLAG_API_KEY_FILE, given=())
+        self._key_file = key_file
+        context = ProxyContext(
+            registry=self._registry,
+            policy=make_policy(config.policy),
+            exchanges=exchanges,
+            metrics=self._metrics,
+            settings=ProxySettings(
+                first_byte_seconds=config.first_byte_timeout_seconds,
+                forward_credentials=key_file is None,
+                backend_key=config.backend_api_key,
+            ),
+            budget=RetryBudget(),
+        )
+        self._prober = Prober(self._registry, exchanges, config.backend_api_key)
+        app = AccessMiddleware(
+            RouterApp(self._registry, self._metrics, is_ready=self._is_ready),
+            posts=posts(Proxy(context, BodyReader(config.max_request_bytes, max_values=MIN_VALUE_LIMIT))),
+            access=AccessPolicy(
+                keys=KeyRing(()) if key_file is None else key_file.ring,
+                admin_keys=KeyRing(()),
+                cors=CorsPolicy(()),
+                hosts=None,
+                keyless=Principal(),
+            ),
+            on_rejected=self._metrics.record_rejection,
+        )
+        self._http = _HttpServer(
+            HttpServerConfig(
+                app,
+                max_connections=min(config.max_connections, raise_file_limit()),
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                backlog=LISTEN_BACKLOG,
+                timeout_keep_alive=KEEP_ALIVE_SECONDS,
+                timeout_graceful_shutdown=CLOSE_SECONDS,
+            )
+        )
+
+    async def serve(self) -> None:
+        """Serve until SIGTERM or SIGINT, and until the requests that run then have ended."""
+        listener = listen(self._config.host, self._config.port)
+        loop = asyncio.get_running_loop()
+        tasks = [loop.create_task(self._prober.run())]
+        if self._discovery is not None:
+            tasks.append(loop.create_task(self._discovery.run()))
+        if self._key_file is not None:
+            tasks.append(loop.create_task(self._key_file.watch(lambda _success: None)))
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.drain)
+        self.port = listener.getsockname()[1]
+        log.event("router_listening", host=self._config.host, port=self.port)
+        try:
+            await self._http.serve(sockets=[listener])
+        finally:
+            for task in tasks:
+                task.cancel()
+        log.event("router_stopped")
+
+    def _is_ready(self) -> bool:
+        """Return whether requests are accepted: every model is known, and the router does not shut down."""
+        return not self._draining and (self._discovery is None or self._discovery.is_synced)
+
+    def stop(self) -> None:
+        """Stop at once, without a drain."""
+        self._http.should_exit = True
+
+    def drain(self) -> None:
+        """Begin to drain, as SIGTERM does; end at once if that has begun already."""
+        if self._draining:
+            self.stop()  # a second signal does not wait
+            return
+        self._draining = True
+        self._drain_task = asyncio.get_running_loop().create_task(self._drain())
+
+    def _connections(self) -> list[HttpProtocol]:
+        return [each for each in self._http.server_state.connections if isinstance(each, HttpProtocol)]
+
+    async def _drain(self) -> None:
+        """End the connections behind their responses, and exit when no request is in flight or the time is over."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        log.event("drain_started", in_flight=self._exchanges.requests)
+        self._http.config.closing = True
+        for connection in self._connections():
+            connection.end_after_response()
+        late = LateRequests(timeout_seconds=self._config.drain_timeout_seconds)
+        already = self._exchanges.begun
+        while True:
+            if late.are_over(self._exchanges.begun - already, elapsed_seconds=loop.time() - began):
+                break
+            await asyncio.sleep(TICK_SECONDS)
+        for connection in self._connections():
+            connection.close_when_idle()
+        left_seconds = began + self._config.drain_timeout_seconds - loop.time()
+        await self._exchanges.wait_until_idle(max(0.0, left_seconds))
+        if self._exchanges.requests:
+            log.warning("drain_timed_out", aborted=self._exchanges.requests)
+        self._http.should_exit = True
+
+
+def run(config: RouterConfig) -> None:
+    """Run a router."""
+    log.configure("router", config.log_level)
+    access = in_cluster_access() if config.kubernetes else None
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(RouterServer(config, access).serve())

@@ -1,0 +1,131 @@
+"""Models and pods from InferenceServices and EndpointSlices: what a change makes of the registry."""
+
+import msgspec
+import pytest
+
+from skiff_router.discovery import Discovery, EndpointSlice, InferenceService
+from skiff_router.endpoints import Registry
+from skiff_router.upstream import Address
+from skiff_runtime.errors import InvalidRequest, ModelNotFound
+
+
+def service(name: str, namespace: str = "shop", model: str | None = None) -> InferenceService:
+    fields = {
+        "metadata": {"name": name, "namespace": namespace},
+        "spec": {"model": {"uri": "demo://", "name": model}},
+    }
+    return msgspec.convert(fields, InferenceService)
+
+
+def endpoint(address: str, *, ready: bool | None = True, terminating: bool = False) -> dict[str, object]:
+    return {
+        "addresses": [address],
+        "conditions": {"ready": ready, "terminating": terminating},
+        "targetRef": {"kind": "Pod", "name": f"pod-{address}"},
+    }
+
+
+def slice_of(
+    owner: str, *endpoints: dict[str, object], name: str = "s1", port: str = "http"
+) -> EndpointSlice:
+    labels = {"kubernetes.io/service-name": owner}
+    fields = {
+        "metadata": {"name": f"{owner}-{name}", "namespace": "shop", "labels": labels},
+        "endpoints": list(endpoints),
+        "ports": [{"name": "metrics", "port": 1}, {"name": port, "port": 8000}],
+    }
+    return msgspec.convert(fields, EndpointSlice)
+
+
+@pytest.fixture
+def registry() -> Registry:
+    return Registry()
+
+
+@pytest.fixture
+def discovery(registry: Registry) -> Discovery:
+    return Discovery(registry)
+
+
+def states(registry: Registry, model: str) -> dict[str, str]:
+    return {each.address.host: each.state for each in registry.find(model).endpoints}
+
+
+def test_pods_are_ready_or_not_and_terminating_ones_are_left_out(
+    registry: Registry, discovery: Discovery
+) -> None:
+    discovery.list_services([service("llama")])
+    discovery.list_slices(
+        [
+            slice_of(
+                "llama",
+                endpoint("10.0.0.1"),
+                endpoint("10.0.0.2", ready=False),
+                endpoint("10.0.0.3", ready=None),
+                endpoint("10.0.0.4", terminating=True),
+            )
+        ]
+    )
+    assert states(registry, "llama") == {
+        "10.0.0.1": "available",
+        "10.0.0.2": "not_ready",
+        "10.0.0.3": "available",
+    }
+    assert registry.find("llama").endpoints[0].address == Address("10.0.0.1", 8000)
+    assert registry.find("llama").endpoints[0].name == "pod-10.0.0.1"
+
+
+def test_order_of_services_and_slices_does_not_matter(registry: Registry, discovery: Discovery) -> None:
+    discovery.list_slices([slice_of("llama", endpoint("10.0.0.1"))])
+    with pytest.raises(ModelNotFound, match="none yet"):
+        registry.find("llama")
+    discovery.change_service("ADDED", service("llama", model="meta-llama"))
+    assert states(registry, "meta-llama") == {"10.0.0.1": "available"}
+
+
+def test_pod_that_stays_keeps_its_state_and_one_that_goes_drains(
+    registry: Registry, discovery: Discovery
+) -> None:
+    discovery.list_services([service("llama")])
+    discovery.change_slice("ADDED", slice_of("llama", endpoint("10.0.0.1"), endpoint("10.0.0.2")))
+    first, second = registry.find("llama").endpoints
+    first.in_flight = 3
+    discovery.change_slice("MODIFIED", slice_of("llama", endpoint("10.0.0.1")))
+    assert registry.find("llama").endpoints == [first]
+    assert first.in_flight == 3
+    assert second.draining
+    discovery.change_slice("DELETED", slice_of("llama", endpoint("10.0.0.1")))
+    assert not registry.find("llama").endpoints
+
+
+def test_pod_in_two_slices_is_one_and_ready_if_either_says_so(
+    registry: Registry, discovery: Discovery
+) -> None:
+    discovery.list_services([service("llama")])
+    discovery.change_slice("ADDED", slice_of("llama", endpoint("10.0.0.1", ready=False)))
+    discovery.change_slice("ADDED", slice_of("llama", endpoint("10.0.0.1"), endpoint("10.0.0.2"), name="s2"))
+    assert states(registry, "llama") == {"10.0.0.1": "available", "10.0.0.2": "available"}
+
+
+def test_slice_without_the_port_of_the_api_has_no_pods(registry: Registry, discovery: Discovery) -> None:
+    discovery.list_services([service("llama")])
+    discovery.list_slices([slice_of("llama", endpoint("10.0.0.1"), port="grpc")])
+    assert states(registry, "llama") == {}
+
+
+def test_name_that_several_services_have_means_none_of_them(registry: Registry, discovery: Discovery) -> None:
+    discovery.list_services([service("a", model="llama"), service("b", "bank", model="llama"), service("c")])
+    with pytest.raises(InvalidRequest, match="bank/b, shop/a"):
+        registry.find("llama")
+    assert registry.find("shop/a").key == "shop/a"
+    discovery.change_service("DELETED", service("b", "bank"))
+    assert registry.find("llama").key == "shop/a"
+
+
+def test_list_replaces_what_is_known(registry: Registry, discovery: Discovery) -> None:
+    discovery.list_services([service("a"), service("b")])
+    discovery.list_services([service("b", model="renamed")])
+    assert [backend.key for backend in registry.backends] == ["shop/b"]
+    assert registry.find("renamed").key == "shop/b"
+    with pytest.raises(ModelNotFound, match="models: renamed"):
+        registry.find("a")
