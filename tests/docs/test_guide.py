@@ -86,4 +86,4 @@ def test_shown_commands_parse(page: Path) -> None:
 
 def test_the_guides_show_every_command() -> None:
     shown = {command.split()[0] for page in GUIDES for command in commands(page)}
-    assert shown >= {"serve", "chat", "info", "fetch", "bench"}
+    assert shown >= {"serve", "chat", "info", "fetch", "router", "bench"}

@@ -117,7 +117,7 @@ def test_pods_that_wait_for_gpus(kube: Kube, gpus: str) -> None:
     runtime = {"device": "cuda", "image": tool("image", "runtime")}  # the only image there is
     taker = inference_service("taker", runtime=runtime, parallelism={"tensor": 2})
     code, text = skiff(kube, "plan", "-f", "-", text=json.dumps(taker))
-    assert code == 1 and f"free nvidia.com/gpu: {gpus} 2 of 2" in text and "not enough" not in text
+    assert code == 1 and f"free on {gpus}: nvidia.com/gpu 2 of 2" in text and "not enough" not in text
     assert "NVIDIA-H100-80GB-HBM3 (79.65 GiB): fits" in text
     kube.apply(taker)
 
@@ -128,7 +128,7 @@ def test_pods_that_wait_for_gpus(kube: Kube, gpus: str) -> None:
     wait(lambda: cause() == "NoGPU", timeout_seconds=120, explain=cause)
     waiter = inference_service("waiter", runtime=runtime)
     code, text = skiff(kube, "plan", "-f", "-", text=json.dumps(waiter))
-    assert code == 1 and "not enough: GPUs are free for 0 of 1 now" in text
+    assert code == 1 and "not enough: room for 0 of 1 pods now (needs 1 nvidia.com/gpu, 0 free" in text, text
     kube.apply(waiter)
     wait(lambda: kube.condition("waiter").get("reason") == "InsufficientGPU", timeout_seconds=60)
     code, screen = skiff(kube, "explain", "waiter")

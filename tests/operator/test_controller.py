@@ -19,6 +19,7 @@ from skiff_operator.observe import Observer
 from skiff_operator.plan import Step
 from skiff_operator.reconcile import Outcome, Reconciler
 from skiff_operator.resources.metadata import ANNOTATION_SPEC_HASH, LABEL_REVISION
+from skiff_operator.rollout_analyzer import RolloutAnalyzer
 from skiff_operator.settings import Settings
 from skiff_operator.watch_streams import WATCHED, StreamKey, WatchStreams
 from skiff_operator.workqueue import Key
@@ -134,7 +135,8 @@ def test_a_deletion_during_a_reconcile_is_no_bug(recorded: bool) -> None:
             {"kind": "InferenceService", "name": "llama", "uid": "u1", "controller": True}
         ]
         observer.observe(CONTROLLER_REVISION, {"metadata": meta, "revision": 1}, "ADDED")
-    parts: list[Any] = [observer, Interrupted(observer), None, None, NoChoice(), None, SETTINGS]
+    analyzer = RolloutAnalyzer(SETTINGS)
+    parts: list[Any] = [observer, Interrupted(observer), None, None, NoChoice(), None, analyzer, SETTINGS]
     reconciler = Reconciler(*parts)
     with pytest.raises(ApiConflict, match="deleted meanwhile"):
         asyncio.run(reconciler.reconcile(("default", "llama")))

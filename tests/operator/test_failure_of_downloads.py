@@ -31,6 +31,7 @@ WEIGHTS = "model.safetensors"
 NOWHERE = "http://127.0.0.1:1"
 MODELPACK = "application/vnd.cncf.model.weight.v1"
 CLASSLESS: Final = (
+    "2",  # the failures of all peers, behind which the source itself is read
     "2: 2",  # an answer of a store that nothing else describes
     "2: stopped",  # the other threads, after the one that failed
     "2: stopped while waiting to try again",
@@ -284,10 +285,11 @@ def messages() -> Iterator[str]:
 def text_of(message: ast.expr, error: str) -> str:
     text = ""
     for part in message.values if isinstance(message, ast.JoinedStr) else [message]:
-        if isinstance(part, ast.FormattedValue):
-            text += SAMPLES.get(ast.unparse(part.value), {}).get(error, "2")
+        if isinstance(part, ast.Constant):
+            text += str(part.value)
         else:
-            text += ast.literal_eval(part)
+            value = part.value if isinstance(part, ast.FormattedValue) else part
+            text += SAMPLES.get(ast.unparse(value), {}).get(error, "2")
     return text
 
 
