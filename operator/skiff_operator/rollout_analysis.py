@@ -49,8 +49,8 @@ class Counts(msgspec.Struct, frozen=True):
     """Counts of one server or of several.
 
     `requests` ended with a response or with an error of the server, and `failed` of them with an error: neither a request
-    that was rejected (4xx) nor one that its client gave up is counted. `first_tokens` are the requests whose first token
-    took at most so many seconds, by the upper bounds of the histogram's buckets; the last bound is infinity.
+    that was rejected (4xx) nor one that its client gave up is counted. `first_tokens` are the cumulative counts
+    of the TTFT histogram, by the upper bounds of its buckets in seconds; the last bound is infinity.
     """
 
     requests: int = 0
@@ -125,7 +125,7 @@ class _Server(msgspec.Struct):
 
 
 class Tally:
-    """What was read from the pods of both revisions. A pod that is gone keeps what it had counted."""
+    """The counts of the pods of both revisions. Those of a pod that is gone are kept."""
 
     def __init__(self) -> None:
         """Begin without pods."""

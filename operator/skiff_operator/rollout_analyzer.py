@@ -29,7 +29,7 @@ _CONCURRENT: Final = 8
 
 
 class _Reading(msgspec.Struct):
-    """What was read of one service: `began` is the baseline's revision if its pods were read from the rollout's start.
+    """The readings of one service. `began` is the baseline's revision if its pods were read from the rollout's start.
 
     `suspicion` is the first verdict on `candidate`, which a later reading must confirm.
     """

@@ -44,7 +44,7 @@ def amounts(**values: int) -> Amounts:
 
 
 def room(name: str, gpus: int, *, admits: bool = True, labels: dict[str, str] | None = None) -> NodeRoom:
-    """A node with eight GPUs, of which `gpus` are free, and with much free of everything else."""
+    """A node with eight GPUs, `gpus` of them free, and more than enough of every other resource."""
     total = amounts(gpu=8, cpu=64, memory=512, pods=110)
     return NodeRoom(Node(name, labels or {}, (), total), admits, amounts(gpu=gpus, **MUCH))
 

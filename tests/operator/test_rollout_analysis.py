@@ -27,7 +27,7 @@ NOW = "2026-01-01T00:00:00Z"
 
 
 def counts(requests: int = 0, failed: int = 0, seconds: dict[float, int] | None = None) -> Counts:
-    """Counts of requests, of which so many had their first token after so many seconds."""
+    """Return counts of requests, with the number of first tokens by their time in seconds."""
     taken = [each for each, number in (seconds or {}).items() for _ in range(number)]
     found = rollout_analysis.read(request_counts(requests - failed, failed, taken))
     assert found is not None

@@ -55,7 +55,7 @@ class RemoteFile:
 
     @property
     def has_sha256(self) -> bool:
-        """Whether the digest is the SHA-256 of the content."""
+        """Return whether the digest is the SHA-256 of the content."""
         return len(self.digest) == _SHA256_DIGITS
 
     def is_intact(self, path: Path) -> bool:

@@ -92,7 +92,7 @@ class OpenApiMiddleware:
     """Builds the OpenAPI document on a thread when it is first requested.
 
     FastAPI would build it on the event loop, where it blocks every stream for 0.14 s. Built at startup it would cost
-    that time and 4.5 MiB in every service, most of which never serve it.
+    that time and 4.5 MiB in every service, although few services are ever asked for it.
     """
 
     def __init__(self, app: FastAPI) -> None:
