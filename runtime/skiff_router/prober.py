@@ -1,4 +1,4 @@
-"""Probes of pods: a GET of the readiness path, which tells a pod that hangs, drains or still loads from one that serves.
+"""Probes of pods: a GET of the readiness path finds the pods that hang, drain or still load.
 
 A pod is probed every ``PROBE_SECONDS``. The API process of a busy pod answers within milliseconds, so silence for
 ``PROBE_TIMEOUT_SECONDS`` means that it hangs: it is ejected, and its exchanges fail. The first good answer restores it.

@@ -17,17 +17,12 @@ from skiff_router.policies import Policy
 from skiff_router.relay import REFUSALS, Broken, ClientWriter, Outcome, Relay, Reply, Streamed
 from skiff_router.request import read_model, replace_model
 from skiff_router.retries import MAX_ATTEMPTS, RetryBudget
-from skiff_router.upstream import Failure, Headers, UpstreamConnection, UpstreamError
+from skiff_router.upstream import Failure, UpstreamConnection, UpstreamError
 from skiff_runtime import contract, log
 from skiff_runtime.api.http.anthropic_errors import ANTHROPIC_PATHS, anthropic_error
 from skiff_runtime.api.http.asgi import Receive, Scope, Send
 from skiff_runtime.api.http.request_body import BodyReader, ClientDisconnected
-from skiff_runtime.api.http.responses import (
-    error_body_for,
-    error_headers,
-    get_request_id,
-    get_response_headers,
-)
+from skiff_runtime.api.http.responses import error_body, get_request_id, get_response_headers, send_error
 from skiff_runtime.errors import CLIENT_CLOSED_REQUEST, RequestError, Unavailable
 from skiff_runtime.sse import encode_event
 
@@ -112,7 +107,7 @@ class Exchanges:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProxyContext:
-    """What all requests share."""
+    """The parts of the router that all requests share."""
 
     registry: Registry
     policy: Policy
@@ -167,15 +162,7 @@ async def _answer_error(
 ) -> None:
     metrics.record_response(model, error.status)
     log.event("request_rejected", id=get_request_id(scope), status=error.status, error=error.message)
-    body = error_body_for(scope, error)
-    headers: Headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", b"%d" % len(body)),
-        *error_headers(error),
-    ]
-    await ClientWriter(scope, send, get_response_headers(scope)).send_whole(
-        Reply(error.status, headers, body)
-    )
+    await send_error(scope, send, error)
 
 
 class _RoutedRequest:
@@ -312,9 +299,10 @@ class _RoutedRequest:
         return b"".join(lines), self._body
 
     async def _end_broken(self, relay: Relay, error: UpstreamError) -> None:
-        """End a response of which the client has a part: with an error event, else without the end of its body.
+        """End a response that broke off in the middle.
 
-        The server then closes the connection of an incomplete response, by which the client notices.
+        A stream of events ends with an error event. Any other body stays incomplete: the server closes its connection, and
+        by that the client notices.
         """
         if relay.is_event_stream:
             failed = BadGateway(f"the pod's response broke off: {error}; the request may be repeated")
@@ -376,10 +364,9 @@ def _expire(relay: Relay, connection: UpstreamConnection, limit: float) -> None:
 
 def error_event(path: str, error: RequestError, request_id: str) -> bytes:
     """Return the event that ends a broken stream, in the shape of the API that ``path`` belongs to."""
-    fields = {"message": error.message, "type": error.kind, "param": error.param, "code": error.code}
     if path in ANTHROPIC_PATHS:
         return encode_event(anthropic_error(error, request_id), "error")
     if path == contract.PATH_RESPONSES:
         event = {"type": "error", "code": error.code, "message": error.message, "param": None}
         return encode_event(event, "error")
-    return encode_event({"error": fields})
+    return b"data: " + error_body(error) + b"\n\n"

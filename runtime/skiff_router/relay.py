@@ -40,7 +40,7 @@ _DROPPED: Final = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A response that is complete and of which the client got nothing yet."""
+    """A complete response that was held back: the client has received no byte of it."""
 
     status: int
     headers: Headers
@@ -129,7 +129,7 @@ class ClientWriter:
 
 
 class Relay:
-    """The receiver of one attempt's response. ``outcome`` is set at its end, and ``begun`` is a future of its first byte."""
+    """The receiver of one attempt's response. ``outcome`` is set at its end; ``first_byte_at`` is 0 before its first byte."""
 
     def __init__(self, writer: ClientWriter, connection: UpstreamConnection) -> None:
         loop = asyncio.get_running_loop()

@@ -1,6 +1,4 @@
-"""What the router reads of a request: the model's name, and no more; everything else is the pod's to check."""
-
-from dataclasses import dataclass
+"""The model's name in the body of a request. The router reads nothing else of a body; the pod validates it."""
 
 import msgspec
 
@@ -15,16 +13,6 @@ class _Body(msgspec.Struct):
 
 _DECODER = msgspec.json.Decoder(_Body)
 _RAW_DECODER = msgspec.json.Decoder(dict[str, msgspec.Raw])
-
-
-@dataclass(frozen=True, slots=True)
-class ProxiedRequest:
-    """A request to pass on. ``target`` is the path with its query; ``headers`` are the client's, in lower case."""
-
-    method: bytes
-    target: bytes
-    headers: list[tuple[bytes, bytes]]
-    body: bytes
 
 
 def read_model(body: bytes) -> str:

@@ -1,12 +1,9 @@
 """The router's process: listens, probes pods, serves, and drains after SIGTERM."""
 
 import asyncio
-import contextlib
 import signal
-from collections.abc import Iterator
 from typing import Final
 
-import uvicorn
 import uvloop
 
 from skiff_router.app import RouterApp, posts
@@ -22,26 +19,16 @@ from skiff_router.retries import RetryBudget
 from skiff_runtime import log
 from skiff_runtime.api.http.auth import AccessPolicy, Principal
 from skiff_runtime.api.http.cors import CorsPolicy
+from skiff_runtime.api.http.http_server import make_http_server
 from skiff_runtime.api.http.key_file import KeyFile
-from skiff_runtime.api.http.late_requests import TICK_SECONDS, LateRequests
-from skiff_runtime.api.http.listener import KEEP_ALIVE_SECONDS, LISTEN_BACKLOG, listen, raise_file_limit
+from skiff_runtime.api.http.late_requests import wait_until_over
+from skiff_runtime.api.http.listener import listen
 from skiff_runtime.api.http.middleware import AccessMiddleware
-from skiff_runtime.api.http.protocol import HttpProtocol, HttpServerConfig
 from skiff_runtime.api.http.request_body import MIN_VALUE_LIMIT, BodyReader
 from skiff_runtime.config.api_keys import KeyRing
 from skiff_runtime.contract import FLAG_API_KEY_FILE
 
 CLOSE_SECONDS: Final = 2
-
-
-class _HttpServer(uvicorn.Server):
-    """uvicorn's server without its signal handlers."""
-
-    config: HttpServerConfig
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 class RouterServer:
@@ -89,20 +76,8 @@ class RouterServer:
             ),
             on_rejected=self._metrics.record_rejection,
         )
-        self._http = _HttpServer(
-            HttpServerConfig(
-                app,
-                max_connections=min(config.max_connections, raise_file_limit()),
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                proxy_headers=False,
-                backlog=LISTEN_BACKLOG,
-                timeout_keep_alive=KEEP_ALIVE_SECONDS,
-                timeout_graceful_shutdown=CLOSE_SECONDS,
-            )
+        self._http = make_http_server(
+            app, max_connections=config.max_connections, close_seconds=CLOSE_SECONDS
         )
 
     async def serve(self) -> None:
@@ -141,27 +116,16 @@ class RouterServer:
         self._draining = True
         self._drain_task = asyncio.get_running_loop().create_task(self._drain())
 
-    def _connections(self) -> list[HttpProtocol]:
-        return [each for each in self._http.server_state.connections if isinstance(each, HttpProtocol)]
-
     async def _drain(self) -> None:
         """End the connections behind their responses, and exit when no request is in flight or the time is over."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         log.event("drain_started", in_flight=self._exchanges.requests)
-        self._http.config.closing = True
-        for connection in self._connections():
-            connection.end_after_response()
-        late = LateRequests(timeout_seconds=self._config.drain_timeout_seconds)
-        already = self._exchanges.begun
-        while True:
-            if late.are_over(self._exchanges.begun - already, elapsed_seconds=loop.time() - began):
-                break
-            await asyncio.sleep(TICK_SECONDS)
-        for connection in self._connections():
-            connection.close_when_idle()
-        left_seconds = began + self._config.drain_timeout_seconds - loop.time()
-        await self._exchanges.wait_until_idle(max(0.0, left_seconds))
+        already, limit = self._exchanges.begun, self._config.drain_timeout_seconds
+        self._http.begin_closing()
+        await wait_until_over(lambda: self._exchanges.begun - already, timeout_seconds=limit)
+        self._http.close_idle_connections()
+        await self._exchanges.wait_until_idle(max(0.0, began + limit - loop.time()))
         if self._exchanges.requests:
             log.warning("drain_timed_out", aborted=self._exchanges.requests)
         self._http.should_exit = True

@@ -43,7 +43,7 @@ class Failure(StrEnum):
     RESET = "reset"
     """The connection ended before the response was complete."""
     MALFORMED = "malformed"
-    """What arrived is no HTTP/1.1 response."""
+    """The pod sent bytes that are not an HTTP/1.1 response."""
     TIMEOUT = "timeout"
     """No byte of the response arrived in time."""
 

@@ -1,12 +1,10 @@
 """The API process: listens while the model still loads, serves, drains, and ends every request with a response."""
 
 import asyncio
-import contextlib
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Final
 
-import uvicorn
 import uvloop
 
 from skiff_runtime import log
@@ -16,11 +14,10 @@ from skiff_runtime.api.dispatch.rpc import RpcClient
 from skiff_runtime.api.dispatch.service_status import ServiceState, ServiceStatus
 from skiff_runtime.api.dispatch.tracing import RequestTracer
 from skiff_runtime.api.http.auth import AccessPolicy
+from skiff_runtime.api.http.http_server import HttpServer, make_http_server
 from skiff_runtime.api.http.key_file import KeyFile
-from skiff_runtime.api.http.late_requests import TICK_SECONDS as LATE_TICK_SECONDS
-from skiff_runtime.api.http.late_requests import LateRequests
-from skiff_runtime.api.http.listener import KEEP_ALIVE_SECONDS, LISTEN_BACKLOG, listen, raise_file_limit
-from skiff_runtime.api.http.protocol import HttpProtocol, HttpServerConfig
+from skiff_runtime.api.http.late_requests import wait_until_over
+from skiff_runtime.api.http.listener import listen
 from skiff_runtime.config import Config
 from skiff_runtime.errors import InternalError, SkiffError, Unavailable
 from skiff_runtime.messages import (
@@ -65,16 +62,6 @@ ApiMessage = (
 )
 
 
-class _HttpServer(uvicorn.Server):
-    """uvicorn's server without its signal handlers, because signals are handled by the supervisor."""
-
-    config: HttpServerConfig
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 class ApiServer:
     """The API process: its HTTP server, and the reader of messages from the other processes."""
 
@@ -108,7 +95,7 @@ class ApiServer:
         self._error: BaseException | None = None
         self._ending: asyncio.Task[None] | None = None
 
-    def _make_http(self) -> _HttpServer:
+    def _make_http(self) -> HttpServer:
         app = build_app(
             self._child.launch,
             self._status,
@@ -117,20 +104,8 @@ class ApiServer:
             metrics=self._metrics,
             access=self._access,
         )
-        return _HttpServer(
-            HttpServerConfig(
-                app,
-                max_connections=min(self._child.launch.config.max_connections, raise_file_limit()),
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                proxy_headers=False,
-                backlog=LISTEN_BACKLOG,
-                timeout_keep_alive=KEEP_ALIVE_SECONDS,
-                timeout_graceful_shutdown=DRAIN_CLOSE_SECONDS,
-            )
+        return make_http_server(
+            app, max_connections=self._child.launch.config.max_connections, close_seconds=DRAIN_CLOSE_SECONDS
         )
 
     async def serve(self) -> None:
@@ -228,26 +203,15 @@ class ApiServer:
             log.event("drain_started", in_flight=len(self._dispatcher), timeout_seconds=timeout_seconds)
             self._ending = asyncio.get_running_loop().create_task(self._drain(timeout_seconds))
 
-    def _connections(self) -> list[HttpProtocol]:
-        return [each for each in self._http.server_state.connections if isinstance(each, HttpProtocol)]
-
     async def _drain(self, timeout_seconds: float) -> None:
         """End the connections, refuse requests once no late ones come, and exit when none is in flight or the time is over."""
         loop = asyncio.get_running_loop()
         began = loop.time()
-        self._http.config.closing = True
-        for connection in self._connections():
-            connection.end_after_response()
-        late = LateRequests(timeout_seconds=timeout_seconds)
-        while True:
-            elapsed = loop.time() - began
-            if late.are_over(self._status.late_requests, elapsed_seconds=elapsed):
-                break
-            await asyncio.sleep(min(LATE_TICK_SECONDS, late.limit_seconds - elapsed))
+        self._http.begin_closing()
+        elapsed = await wait_until_over(lambda: self._status.late_requests, timeout_seconds=timeout_seconds)
         self._status.refuse_requests()
         log.event("drain_refusing", late_requests=self._status.late_requests, seconds=round(elapsed, 3))
-        for connection in self._connections():
-            connection.close_when_idle()
+        self._http.close_idle_connections()
         while len(self._dispatcher) and (left := began + timeout_seconds - loop.time()) > 0:
             log.event("drain_waiting", in_flight=len(self._dispatcher), timeout_seconds=round(left, 1))
             await self._dispatcher.wait_until_idle(min(left, DRAIN_REPORT_SECONDS))

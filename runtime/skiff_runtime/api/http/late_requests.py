@@ -4,6 +4,8 @@ A client with a pool of connections sends on them whatever the endpoints of a Se
 pod has left them. So a drain accepts requests until a second has passed without one, and ends each connection behind its response.
 """
 
+import asyncio
+from collections.abc import Callable
 from typing import Final
 
 TICK_SECONDS: Final = 0.1
@@ -15,7 +17,7 @@ ACCEPT_SECONDS: Final = 10.0
 
 
 class LateRequests:
-    """Decides when a draining service begins to refuse requests; asked every ``TICK_SECONDS``.
+    """Decides when a draining service begins to refuse requests; ``are_over`` is called every ``TICK_SECONDS``.
 
     Ticks are counted instead of seconds: a process that gets no CPU for a second has not read its clients' requests either, and that
     is only one tick.
@@ -34,3 +36,18 @@ class LateRequests:
         else:
             self._accepted, self._quiet_ticks = accepted, 0
         return self._quiet_ticks >= QUIET_TICKS or elapsed_seconds >= self.limit_seconds
+
+
+async def wait_until_over(count_accepted: Callable[[], int], *, timeout_seconds: float) -> float:
+    """Wait until late requests are to be refused, and return the seconds that it took.
+
+    ``count_accepted`` returns the number of late requests so far; ``timeout_seconds`` is the limit on the whole drain.
+    """
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    late = LateRequests(timeout_seconds=timeout_seconds)
+    while True:
+        elapsed = loop.time() - began
+        if late.are_over(count_accepted(), elapsed_seconds=elapsed):
+            return elapsed
+        await asyncio.sleep(min(TICK_SECONDS, late.limit_seconds - elapsed))
