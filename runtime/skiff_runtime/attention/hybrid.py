@@ -11,6 +11,7 @@ from skiff_runtime.kernels.triton.attention.decode_attention import (
     max_group_rows,
 )
 from skiff_runtime.kernels.triton.attention.prefill_attention import PrefillAttention
+from skiff_runtime.kernels.triton.attention.qk_norm_rope import launches_dependents_late
 from skiff_runtime.kernels.triton.runtime.cached_launch import LayerKV
 from skiff_runtime.kvcache.kv_pool import KVPool
 
@@ -111,13 +112,16 @@ class TritonDecode(_TritonAttention):
         self, batch: AttentionBatch, q: torch.Tensor, kv: LayerKV, window: int | None
     ) -> DecodeAttention:
         page_size = self._pool.layout.page_size
+        shared = batch.shared_prefixes if window is None else None
         return DecodeAttention(
             q,
             kv,
             DecodeRows(batch.rows[0], batch.page_table, batch.seq_lens, page_size),
             max_seq_len=self._max_model_len,
-            shared=batch.shared_prefixes if window is None else None,
+            shared=shared,
             window=window,
+            # The kernel ahead stores the K and V of all of the step's tokens.
+            early_tables=shared is None and launches_dependents_late(int(batch.lengths.sum())),
         )
 
 

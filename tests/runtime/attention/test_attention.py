@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from paged_contexts import PagedContexts, causal_attention
 
-from skiff_runtime.attention import torch_sdpa
+from skiff_runtime.attention import hybrid, torch_sdpa
 from skiff_runtime.attention.base import AttentionBackend, AttentionBatch
 from skiff_runtime.attention.hybrid import (
     HybridAttention,
@@ -26,6 +26,7 @@ from skiff_runtime.engine.shared_prefix import pack_work_items
 from skiff_runtime.errors import ConfigError
 from skiff_runtime.kernels.kv_store import store_kv
 from skiff_runtime.kernels.shared_prefixes import unpack_shared_prefixes
+from skiff_runtime.kernels.triton.attention.decode_attention import DecodeAttention
 from skiff_runtime.kvcache.kv_pool import KVLayout, KVPool
 
 CPU = torch.device("cpu")
@@ -220,6 +221,30 @@ def test_hybrid_splits_decode_and_prefill_rows(
     backend = HybridAttention(case.pool, TritonPrefill(case.pool), TritonDecode(case.pool, 4, 4096))
     for layer in (0, 1):
         torch.testing.assert_close(case.attend(layer, backend, decode_rows), case.expected(layer))
+
+
+@pytest.mark.skipif(kernel_device.DEVICE.type == "cuda", reason="the pool of these cases is on the CPU")
+@pytest.mark.parametrize(
+    ("rows", "early"), [([(40, 1)], True), ([(40, 1), (5, 9)], False), ([(40, 1), (7, 1)], False)], ids=str
+)
+def test_tables_are_loaded_early_only_in_steps_of_one_token(
+    rows: list[tuple[int, int]], early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind others, the kernels that write the tables may still run."""
+    found = []
+
+    def record(*given: Any, early_tables: bool, **options: Any) -> DecodeAttention:
+        found.append(early_tables)
+        return DecodeAttention(*given, early_tables=early_tables, **options)
+
+    monkeypatch.setattr(hybrid, "DecodeAttention", record)
+    case = Case(rows, 3, 2, 2, seed=3, windows=(None, 5))
+    backend = HybridAttention(case.pool, TritonPrefill(case.pool), TritonDecode(case.pool, 4, 4096))
+    for layer in (0, 1):
+        torch.testing.assert_close(
+            case.attend(layer, backend, sum(new == 1 for _, new in rows)), case.expected(layer)
+        )
+    assert found and set(found) == {early}
 
 
 def test_prefixes_are_shared_only_if_a_layer_has_full_attention() -> None:

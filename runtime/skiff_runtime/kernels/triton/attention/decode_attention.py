@@ -72,6 +72,7 @@ def decode_attention_kernel(
     WINDOW: tl.constexpr,
     PRECISION: tl.constexpr,
     USE_PTX: tl.constexpr,
+    EARLY_TABLES: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """Compute one split of one row's attention over the tokens that no shared-prefix group covers.
@@ -93,10 +94,12 @@ def decode_attention_kernel(
     splits              the splits of a row, without those of its prefix; ``max_splits`` counts both
     GROUP_BLOCK, DIM_BLOCK  GROUP and DIM rounded up to what a tile holds
     WINDOW              the sliding window in tokens, not with HAS_PREFIXES; 0 for full attention
+    EARLY_TABLES        load slots, page_table and seq_lens before the kernel ahead has ended
     BLOCK, PRECISION, USE_PTX  as ``attention_loop`` takes them
     """
     launch_dependents(PDL)
-    wait_for_dependencies(PDL)
+    if not EARLY_TABLES:
+        wait_for_dependencies(PDL)
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
@@ -109,6 +112,14 @@ def decode_attention_kernel(
     begin = first + split * split_len
     end = tl.minimum(begin + split_len, seq_len)
     row_pages = page_table + tl.load(slots + row).to(tl.int64) * page_table_stride
+    if EARLY_TABLES:
+        tokens = begin + tl.arange(0, BLOCK)
+        touched = tl.load(row_pages + tokens // PAGE, tokens < end, 0)
+        if PDL:  # a use that the compiler does not remove: the loop finds these pages in the cache
+            tl.inline_asm_elementwise(
+                "mov.b32 $0, $1;", "=r,r", [touched], dtype=tl.int32, is_pure=False, pack=1
+            )
+        wait_for_dependencies(PDL)
     group = tl.arange(0, GROUP_BLOCK)
     column = tl.arange(0, DIM_BLOCK)
     head = row * (KV * GROUP) + kv_head * GROUP + group
@@ -371,14 +382,19 @@ class DecodeAttention:
         max_seq_len: int,
         shared: SharedPrefixes | None = None,
         window: int | None = None,
+        early_tables: bool = False,
     ) -> None:
         """Prepare launches for ``queries`` [R, heads, d] and a ``pool``, and for all layers that are like these.
 
         ``max_seq_len`` is the length that no context will ever exceed. A shared prefix is shorter than the contexts
         of its rows. With a ``window``, a row attends to its last ``window`` tokens only; prefixes cannot be shared
         then, because the windows of a group's rows begin at different tokens.
+
+        ``early_tables``: the kernel ahead of each launch does not write the tables of ``decode_rows``, and lets its
+        dependents start behind its own wait, so that those which do have ended.
         """
         assert window is None or shared is None
+        assert not early_tables or shared is None, "the kernel ahead is that of the shared prefixes"
         seq_lens, page_table = decode_rows.seq_lens, decode_rows.page_table
         (rows, heads, dim), kv = queries.shape, pool[0].shape[1]
         tuning = tuning_for(queries.device).decode_attention
@@ -421,6 +437,7 @@ class DecodeAttention:
             SINGLE_SPLIT=max_splits == 1,
             HAS_PREFIXES=shared is not None,
             WINDOW=window or 0,
+            EARLY_TABLES=early_tables,
             **sizes,
             **_decode_tile(queries.dtype, pool[0].dtype, dim_block, splits, rows, tuning),
             **pdl,

@@ -31,6 +31,7 @@ def qk_norm_rope_store_kv_kernel(
     HALF_BLOCK: tl.constexpr,
     HEADS: tl.constexpr,
     NORM: tl.constexpr,
+    LATE_DEPENDENTS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """Normalize, rotate and store HEADS of one token's heads.
@@ -50,8 +51,10 @@ def qk_norm_rope_store_kv_kernel(
     norm_weights        [2, DIM]: of queries and of keys; not read without NORM
     eps                 float, of the norm
     HALF, HALF_BLOCK    DIM / 2, and that rounded up to a power of two
+    LATE_DEPENDENTS     let the kernel behind this one start only when all kernels ahead have ended
     """
-    launch_dependents(PDL)
+    if not LATE_DEPENDENTS:
+        launch_dependents(PDL)
     dtype = queries.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
@@ -62,6 +65,8 @@ def qk_norm_rope_store_kv_kernel(
         weight_low = tl.load(weight, used, 0.0).to(tl.float32)
         weight_high = tl.load(weight + HALF, used, 0.0).to(tl.float32)
     wait_for_dependencies(PDL)
+    if LATE_DEPENDENTS:
+        launch_dependents(PDL)
     # All loads are issued before the first result is used, so that the program waits for memory once and not four
     # times.
     angle = cos_sin + tl.load(positions + token).to(tl.int64) * (2 * DIM) + column
@@ -102,6 +107,14 @@ def qk_norm_rope_store_kv_kernel(
     tl.store(target + HALF, high.to(values.dtype.element_ty), is_stored & is_value)
 
 
+def launches_dependents_late(tokens: int) -> bool:
+    """Return whether the kernel behind a launch for so many tokens starts only when all kernels ahead of both have ended.
+
+    It can then read what those wrote before its own wait, such as the page table.
+    """
+    return tokens == 1
+
+
 def qk_norm_rope_store_kv(
     qkv: torch.Tensor,
     cos_sin: torch.Tensor,
@@ -136,6 +149,7 @@ def qk_norm_rope_store_kv(
             HALF_BLOCK=triton.next_power_of_2(dim // 2),
             HEADS=heads,
             NORM=norm_weights is not None,
+            LATE_DEPENDENTS=launches_dependents_late(tokens),
             num_warps=2,
             **pdl_options(qkv.device),
         )

@@ -23,6 +23,9 @@ from skiff_runtime.kernels.triton.runtime.dependent_launch import (
 )
 from skiff_runtime.kernels.tuning import GemvTile, tuning_for
 
+WEIGHT_EVICTION = tl.constexpr("evict_first")
+"""Eviction policy of the weight's cache lines: a step reads each of them once, and activations many times."""
+
 
 @triton.jit
 def gemv_kernel(
@@ -53,33 +56,74 @@ def gemv_kernel(
     launch_dependents(PDL)
     row = tl.program_id(0) * 2 if PAIR else tl.program_id(0)
     other = tl.minimum(row + 1, outputs - 1)
-    run = tl.arange(0, COLUMNS)
-    inside = run < INPUTS
-    source = weight + row.to(tl.int64) * weight_stride
-    other_source = weight + other.to(tl.int64) * weight_stride
-    first_weights = tl.load(source + run, inside, 0.0).to(tl.float32)
     added = tl.load(bias + row).to(tl.float32) if HAS_BIAS else 0.0
     if PAIR:
-        other_first_weights = tl.load(other_source + run, inside, 0.0).to(tl.float32)
         other_added = tl.load(bias + other).to(tl.float32) if HAS_BIAS else 0.0
+    source = weight + row.to(tl.int64) * weight_stride
+    other_source = weight + other.to(tl.int64) * weight_stride
+    first_weights = load_first_columns(source, other_source, INPUTS, PAIR, COLUMNS)
     wait_for_dependencies(PDL)
-    x_values = tl.load(x + run, inside, 0.0).to(tl.float32)
-    zeros = tl.zeros((COLUMNS,), tl.float32)
-    acc = tl.fma(x_values, first_weights, zeros)
+    product, other_product = multiply_rows(x, source, other_source, first_weights, INPUTS, PAIR, COLUMNS)
+    dtype = output.dtype.element_ty
+    tl.store(output + row, (product + added).to(dtype))
     if PAIR:
-        other_acc = tl.fma(x_values, other_first_weights, zeros)
+        tl.store(output + row + 1, (other_product + other_added).to(dtype), row + 1 < outputs)
+
+
+@triton.jit
+def load_weights(pointers: tl.tensor, inside: tl.tensor) -> tl.tensor:
+    """Return a run of a weight's row in float32, with zeros outside of it."""
+    return tl.load(pointers, inside, 0.0, eviction_policy=WEIGHT_EVICTION).to(tl.float32)
+
+
+@triton.jit
+def load_first_columns(
+    source: tl.tensor,
+    other_source: tl.tensor,
+    INPUTS: tl.constexpr,
+    PAIR: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> tl.tensor:
+    """Return a tuple of the first COLUMNS weights of a row, and with PAIR of another one, in float32."""
+    run = tl.arange(0, COLUMNS)
+    inside = run < INPUTS
+    weights: tl.tuple = (load_weights(source + run, inside),)
+    if PAIR:
+        weights = weights + (load_weights(other_source + run, inside),)  # noqa: RUF005
+    return weights
+
+
+@triton.jit
+def multiply_rows(
+    x: tl.tensor,
+    source: tl.tensor,
+    other_source: tl.tensor,
+    first_weights: tl.tensor,
+    INPUTS: tl.constexpr,
+    PAIR: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> tl.tensor:
+    """Return, in float32, the products of a token with a row and, with PAIR, with another one; else the first one twice.
+
+    ``first_weights`` is what ``load_first_columns`` has returned for both.
+    """
+    run = tl.arange(0, COLUMNS)
+    x_values = tl.load(x + run, run < INPUTS, 0.0).to(tl.float32)
+    zeros = tl.zeros((COLUMNS,), tl.float32)
+    acc = tl.fma(x_values, first_weights[0], zeros)
+    if PAIR:
+        other_acc = tl.fma(x_values, first_weights[1], zeros)
     for first in range(COLUMNS, INPUTS, COLUMNS):
         column = first + run
         inside = column < INPUTS
         x_values = tl.load(x + column, inside, 0.0).to(tl.float32)
-        acc = tl.fma(x_values, tl.load(source + column, inside, 0.0).to(tl.float32), acc)
+        acc = tl.fma(x_values, load_weights(source + column, inside), acc)
         if PAIR:
-            other_weights = tl.load(other_source + column, inside, 0.0).to(tl.float32)
+            other_weights = load_weights(other_source + column, inside)
             other_acc = tl.fma(x_values, other_weights, other_acc)
-    dtype = output.dtype.element_ty
-    tl.store(output + row, (tl.sum(acc, 0) + added).to(dtype))
-    if PAIR:
-        tl.store(output + row + 1, (tl.sum(other_acc, 0) + other_added).to(dtype), row + 1 < outputs)
+    product = tl.sum(acc, 0)
+    other_product = tl.sum(other_acc, 0) if PAIR else product
+    return product, other_product
 
 
 @triton.jit
@@ -114,8 +158,8 @@ def gemv_silu_and_mul_kernel(
     inside = run < INPUTS
     gate_source = weight + row.to(tl.int64) * weight_stride
     up_source = weight + up_row.to(tl.int64) * weight_stride
-    first_gate_weights = tl.load(gate_source + run, inside, 0.0).to(tl.float32)
-    first_up_weights = tl.load(up_source + run, inside, 0.0).to(tl.float32)
+    first_gate_weights = load_weights(gate_source + run, inside)
+    first_up_weights = load_weights(up_source + run, inside)
     gate_added = tl.load(bias + row).to(tl.float32) if HAS_BIAS else 0.0
     up_added = tl.load(bias + up_row).to(tl.float32) if HAS_BIAS else 0.0
     wait_for_dependencies(PDL)
@@ -127,8 +171,8 @@ def gemv_silu_and_mul_kernel(
         column = first + run
         inside = column < INPUTS
         x_values = tl.load(x + column, inside, 0.0).to(tl.float32)
-        gate_acc = tl.fma(x_values, tl.load(gate_source + column, inside, 0.0).to(tl.float32), gate_acc)
-        up_acc = tl.fma(x_values, tl.load(up_source + column, inside, 0.0).to(tl.float32), up_acc)
+        gate_acc = tl.fma(x_values, load_weights(gate_source + column, inside), gate_acc)
+        up_acc = tl.fma(x_values, load_weights(up_source + column, inside), up_acc)
     dtype = output.dtype.element_ty
     gate = (tl.sum(gate_acc, 0) + gate_added).to(dtype).to(tl.float32)
     up = (tl.sum(up_acc, 0) + up_added).to(dtype).to(tl.float32)
