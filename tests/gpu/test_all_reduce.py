@@ -45,6 +45,7 @@ def test_late_rank_completes_what_was_sent_in_whole_and_times_out() -> None:
         "one-shot": [right, failed, failed],
         "two-shot": [failed, failed, failed],
         "fused one-shot": [right, failed, failed],
+        "product": [right, failed, failed],
     }
 
 

@@ -100,6 +100,18 @@ def test_two_ranks_generate_the_tokens_of_one_rank_and_of_transformers(
     assert first[0] == oracle_choices(load_reference(path), prompts, first[0])
 
 
+@pytest.mark.parametrize("length", [pytest.param(9, marks=FULL)])
+def test_lone_request_gets_the_tokens_of_one_rank_and_of_transformers(
+    two_ranks: RankPool, tmp_path: Path, length: int
+) -> None:
+    """In steps of one token, whose products are fused with their sums where GPUs have peer access."""
+    path, prompts = make_model(tmp_path, "qwen3", seed=7, num_key_value_heads=2), random_prompts(9, (length,))
+    first, second = two_ranks.run(generated, path, prompts, COUNT)
+    assert first == second
+    assert first == generated(single_rank(), path, prompts, COUNT)
+    assert first[0] == oracle_choices(load_reference(path), prompts, first[0])
+
+
 @pytest.mark.parametrize("family", MOE_FAMILIES)
 def test_ranks_with_whole_experts_generate_the_tokens_of_transformers(
     two_ranks: RankPool, tmp_path: Path, family: str

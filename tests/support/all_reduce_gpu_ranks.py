@@ -5,14 +5,17 @@ import math
 from typing import Any, Final
 
 import torch
-from all_reduce_messages import make_message, same_bits, sum_messages
+from all_reduce_messages import exact_norm, make_message, same_bits, sum_messages
 
 from skiff_runtime.distributed.all_reduce import Algorithm
 from skiff_runtime.distributed.tensor_parallel import TensorParallelGroup
 from skiff_runtime.errors import CollectiveTimeout
 from skiff_runtime.kernels.fp8 import add_rms_norm_quantize
 from skiff_runtime.kernels.rms_norm import add_rms_norm
-from skiff_runtime.kernels.tuning import AllReduceLimits
+from skiff_runtime.kernels.triton.all_reduce.gemv_all_reduce import gemv_all_reduce_add_rms_norm
+from skiff_runtime.kernels.triton.linear.gemv import gemv
+from skiff_runtime.kernels.triton.norm_act.rms_norm import row_warps
+from skiff_runtime.kernels.tuning import AllReduceLimits, tuning_for
 
 WIDTH: Final = 5120
 ROWS: Final = (1, 2, 7, 32, 51, 52, 256, 1600, 2000, 6000, 7000)
@@ -23,6 +26,8 @@ LIMITS: Final = AllReduceLimits(
 DTYPE: Final = torch.bfloat16
 EPS: Final = 1e-6
 REPLAYS: Final = 20
+NORM_ERROR: Final = 4e-3
+"""Relative, of bfloat16 that is rounded twice."""
 
 
 def sum_fuse_and_replay(group: TensorParallelGroup) -> dict[str, Any]:
@@ -48,7 +53,7 @@ def sum_fuse_and_replay(group: TensorParallelGroup) -> dict[str, Any]:
         gathered = group.all_gather(x[:1, :8].contiguous())  # NCCL between our kernels
         if gathered.shape != (1, 8 * group.tp_size):
             wrong.append("all_gather")
-    wrong += _compare_fused(group) + _compare_replays(group)
+    wrong += _compare_fused(group) + _compare_products(group) + _compare_replays(group)
     group.check()
     return {"wrong": wrong, "algorithms": algorithms, "digest": digest.hexdigest()}
 
@@ -74,6 +79,67 @@ def _compare_fused(group: TensorParallelGroup) -> list[str]:
         ]
         if not all(same_bits(*pair) for pair in pairs):
             wrong.append(f"fused norm and quantization of {rows} rows")
+    return wrong
+
+
+def _compare_products(group: TensorParallelGroup) -> list[str]:
+    """Compare products that are fused with sum and norm with those that are not, eagerly and in a graph.
+
+    The products of a layer of Qwen3-32B: in turn, as a step computes them, each prefetching the other's matrix.
+    """
+    peers = group._peers
+    assert peers is not None
+    tuning = tuning_for(group.device).gemv_all_reduce
+    cases = []
+    for number, (inputs, tile) in enumerate(((4096, tuning.tile), (12800, tuning.long_tile))):
+        x = make_message(group.tp_rank, 60 + number, (1, inputs), DTYPE).cuda()
+        matrix = make_message(group.tp_rank, 70 + number, (WIDTH, inputs), DTYPE).cuda()
+        residual = make_message(80, number, (1, WIDTH), DTYPE).cuda()
+        weight = make_message(81, number, (WIDTH,), DTYPE).cuda()
+        assert group.can_fuse_linear(x, matrix) and not group.can_fuse_linear(x.expand(2, -1), matrix)
+        _, total = group.all_reduce_add_rms_norm(gemv(x, matrix, tile=tile), residual, weight, EPS)
+        cases.append((x, matrix, residual, weight, total))
+
+    def compute() -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return [
+            group.linear_all_reduce_add_rms_norm(x, matrix, residual, weight, EPS, cases[1 - index][1])
+            for index, (x, matrix, residual, weight, _) in enumerate(cases)
+        ]
+
+    wrong = _judge_products("eager", compute(), cases)
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        for _ in range(10):
+            captured = compute()
+    with torch.cuda.stream(stream):
+        for number in range(REPLAYS):
+            graph.replay()
+            wrong += _judge_products(f"replay {number}", captured, cases)
+            if number % 3 == 2:
+                wrong += _judge_products("eager", compute(), cases)
+    x, matrix, residual, weight, _ = cases[0]
+    with torch.cuda.stream(
+        stream
+    ):  # with as many warps, the norm has the bits of the kernel that is not fused
+        found = gemv_all_reduce_add_rms_norm(
+            x, matrix, residual, weight, EPS, peers._memory, warps=row_warps(WIDTH)
+        )
+        expected = group.all_reduce_add_rms_norm(gemv(x, matrix, tile=tuning.tile), residual, weight, EPS)
+        if not all(map(same_bits, found, expected)):
+            wrong.append("product by as many warps")
+    return wrong
+
+
+def _judge_products(
+    name: str, found: list[tuple[torch.Tensor, torch.Tensor]], cases: list[tuple[torch.Tensor, ...]]
+) -> list[str]:
+    wrong = []
+    for (normed, total), (*_, weight, expected) in zip(found, cases, strict=True):
+        exact = exact_norm(expected, weight, EPS)
+        error = (normed.double().cpu() - exact).norm() / exact.norm()
+        if not same_bits(total, expected) or not error < NORM_ERROR:
+            wrong.append(f"product, {name}: error {error:.1e}")
     return wrong
 
 

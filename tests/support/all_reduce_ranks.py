@@ -4,6 +4,7 @@ import hashlib
 import itertools
 import random
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from simulated_peers import SimulatedPeer, map_files
 
 from skiff_runtime.distributed.tensor_parallel import TensorParallelGroup
 from skiff_runtime.kernels.fp8_tensors import QuantizedActivations
-from skiff_runtime.kernels.triton.all_reduce import peer_memory, push_norm
+from skiff_runtime.kernels.triton.all_reduce import gemv_all_reduce, peer_memory, push_norm
+from skiff_runtime.kernels.triton.all_reduce.gemv_all_reduce import gemv_all_reduce_add_rms_norm
 from skiff_runtime.kernels.triton.all_reduce.low_latency import (
     all_reduce_add_rms_norm,
     all_reduce_add_rms_norm_quantize,
@@ -37,7 +39,9 @@ from skiff_runtime.kernels.triton.all_reduce.push_norm import (
     push_all_reduce_add_rms_norm_quantize,
 )
 from skiff_runtime.kernels.triton.fp8.quantize import add_rms_norm_quantize
+from skiff_runtime.kernels.triton.linear.gemv import gemv
 from skiff_runtime.kernels.triton.norm_act.rms_norm import add_rms_norm
+from skiff_runtime.kernels.tuning import GemvTile, overridden, tuning_for
 
 EPS = 1e-5
 POLLS = 1_000_000
@@ -55,7 +59,7 @@ def _count_polls(polls: tl.tensor, _ptx: bool) -> tl.tensor:
 
 
 if DEVICE.type == "cpu":
-    peer_memory.read_clock = _count_polls
+    peer_memory.read_clock = gemv_all_reduce.read_clock = _count_polls
 
 
 def join(group: TensorParallelGroup, directory: str, polls: int = POLLS) -> SimulatedPeer:
@@ -74,10 +78,17 @@ def age(peer: SimulatedPeer, rank: int, epoch: int) -> None:
 
 
 def sum_by(kind: str, x: torch.Tensor, peer: SimulatedPeer) -> torch.Tensor:
-    """Return the sum of a message [N] over the ranks by one of ``KINDS``; ``x`` may be overwritten.
+    """Return the sum of a message [N] over the ranks by one of ``KINDS``, or "gemv"; ``x`` may be overwritten.
 
     The fused kernel sums rows of 40 elements where it can, of 8 otherwise. A residual of -0.0 changes no bit of a sum.
+    The message of "gemv" is the product of a matrix of one column with 1, which loses the sign of -0.0.
     """
+    if kind == "gemv":
+        residual = torch.full((1, len(x)), -0.0, dtype=x.dtype)
+        _, total = gemv_all_reduce_add_rms_norm(
+            torch.ones((1, 1), dtype=x.dtype), x[:, None], residual, residual[0], EPS, peer.memory
+        )
+        return total[0]
     if kind == "fused one-shot":
         rows = x.view(-1, 40 if len(x) % 40 == 0 else 8)
         residual = torch.full_like(rows, -0.0)
@@ -118,21 +129,63 @@ def sum_in_every_way(
     }
 
 
-def refresh(group: TensorParallelGroup, directory: str, kind: str, epoch: int) -> list[bool]:
-    """Sum a short message in call ``epoch``; return whether all LL words of the first two channels have its mark."""
+def refresh(group: TensorParallelGroup, directory: str, kind: str, epoch: int) -> list[list[bool]]:
+    """Sum a short message in call ``epoch``; return which sources' LL words of the first two channels all have its mark.
+
+    The first source is the other rank, the second this one.
+    """
     peer = map_files(Path(directory), group.tp_rank, group.tp_size, polls=POLLS)
     age(peer, group.tp_rank, epoch)
     group.all_reduce_min(0)
     sum_by(kind, make_message(group.tp_rank, 0, (8,), torch.float32), peer)
     group.all_reduce_min(0)
-    source = (epoch % 2) * group.tp_size + 1 - group.tp_rank
     channel_bytes = SLOT_LINES * 2 * LINE_BYTES
     marked = []
     for channel in range(2):
-        start = FLAGS_BYTES + (source * CHANNELS + channel) * channel_bytes
-        words = peer.buffers[group.tp_rank][start : start + channel_bytes].view(torch.int64)
-        marked.append(bool((words >> 32 == epoch).all()))
+        marked.append([])
+        for source in (1 - group.tp_rank, group.tp_rank):
+            slot = (epoch % 2) * group.tp_size + source
+            start = FLAGS_BYTES + (slot * CHANNELS + channel) * channel_bytes
+            words = peer.buffers[group.tp_rank][start : start + channel_bytes].view(torch.int64)
+            marked[-1].append(bool((words >> 32 == epoch).all()))
     return marked
+
+
+def multiply_and_fuse(
+    group: TensorParallelGroup, directory: str, dtype_name: str, first_epoch: int
+) -> dict[str, Any]:
+    """Compare products that are fused with sum and norm with those that are not, which are sums of LL words between them.
+
+    Returns, for each tile, which of norm and total have equal bits.
+    """
+    peer = map_files(Path(directory), group.tp_rank, group.tp_size, polls=POLLS)
+    age(peer, group.tp_rank, first_epoch)
+    group.all_reduce_min(0)
+    dtype, tuning = getattr(torch, dtype_name), tuning_for(DEVICE)
+    few = replace(tuning, gemv_all_reduce=replace(tuning.gemv_all_reduce, prefetch_programs=1))
+    results: dict[str, Any] = {"bits": [], "digest": hashlib.sha256()}
+    tiles = (GemvTile(32), GemvTile(64, pair=True), None)
+    for number, (tile, outputs) in enumerate(itertools.product(tiles, (6, 40))):
+        x = make_message(group.tp_rank, number, (1, 96), dtype)
+        matrix = make_message(group.tp_rank, 10 + number, (outputs, 96), dtype) / 8
+        residual = make_message(20, number, (1, outputs), dtype)
+        weight = make_message(21, number, (outputs,), dtype)
+        next_matrix = torch.empty((128, 1024), dtype=dtype)
+        with overridden(few):
+            found = gemv_all_reduce_add_rms_norm(
+                x, matrix, residual, weight, EPS, peer.memory, next_matrix=next_matrix, tile=tile
+            )
+        summed = torch.zeros(-(-outputs // 8) * 8, dtype=dtype)  # whole lines
+        summed[:outputs] = gemv(x, matrix, tile=tile or tuning.gemv_all_reduce.tile)[0]
+        low_latency_all_reduce(summed, peer.memory)
+        expected = add_rms_norm(summed[None, :outputs], residual, weight, EPS)
+        results["bits"].append([*map(same_bits, found, expected)])
+        for each in found:
+            results["digest"].update(each.view(torch.uint8).numpy().tobytes())
+    results["digest"] = results["digest"].hexdigest()
+    results["calls"] = (peer.memory.epochs - first_epoch + 1)[:2].tolist()
+    results["failed"] = peer.has_failed
+    return results
 
 
 def fuse(group: TensorParallelGroup, directory: str, dtype_name: str) -> dict[str, Any]:
@@ -180,7 +233,7 @@ def parts(quantized: QuantizedActivations, total: torch.Tensor) -> tuple[torch.T
 def wait_in_vain(group: TensorParallelGroup, directory: str, kind: str) -> dict[str, Any]:
     """Let rank 0 sum without the others; they come when it has given up."""
     peer = join(group, directory, polls=3)
-    x = make_message(group.tp_rank, 0, (4096,), torch.float32)
+    x = make_message(group.tp_rank, 0, (8 if kind == "gemv" else 4096,), torch.float32)
     if group.tp_rank == 0:
         for _ in range(2):
             sum_by(kind, x, peer)
@@ -201,9 +254,9 @@ def come_late(group: TensorParallelGroup, directory: str, kind: str) -> list[dic
         group.all_reduce_min(0)
     outcomes = []
     for number in range(3):
-        size = 8 if kind == "fused one-shot" else 1024
+        size = 8 if kind in ("fused one-shot", "gemv") else 1024
         x = sum_by(kind, make_message(group.tp_rank, number, (size,), torch.float32), peer)
-        right = same_bits(x, sum_messages(group.tp_size, number, (size,), torch.float32))
+        right = torch.equal(x, sum_messages(group.tp_size, number, (size,), torch.float32))
         outcomes.append({"right": right, "failed": peer.has_failed})
     if group.tp_rank == 0:
         group.all_reduce_min(0)

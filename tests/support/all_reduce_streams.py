@@ -12,13 +12,15 @@ import json
 import random
 import sys
 from collections.abc import Callable
+from functools import cache
 from typing import Any, Final
 
 import torch
-from all_reduce_messages import make_message, same_bits, sum_messages
+from all_reduce_messages import make_message, sum_messages
 from simulated_peers import SimulatedPeer, allocate_on_gpu
 
 from skiff_runtime.kernels.triton.all_reduce import push_norm
+from skiff_runtime.kernels.triton.all_reduce.gemv_all_reduce import gemv_all_reduce_add_rms_norm
 from skiff_runtime.kernels.triton.all_reduce.low_latency import (
     all_reduce_add_rms_norm,
     low_latency_all_reduce,
@@ -26,21 +28,41 @@ from skiff_runtime.kernels.triton.all_reduce.low_latency import (
 from skiff_runtime.kernels.triton.all_reduce.peer_memory import FAILED
 from skiff_runtime.kernels.triton.all_reduce.push import push_all_reduce
 from skiff_runtime.kernels.triton.all_reduce.push_norm import push_all_reduce_add_rms_norm
-from skiff_runtime.kernels.triton.norm_act.rms_norm import add_rms_norm
+from skiff_runtime.kernels.triton.linear.gemv import gemv
+from skiff_runtime.kernels.triton.norm_act.rms_norm import add_rms_norm, row_warps
+from skiff_runtime.kernels.tuning import GemvTile
 
 DTYPE: Final = torch.bfloat16
 WIDTH: Final = 1024
 ROWS: Final = (1, 2, 5, 12)
 VARIANTS: Final = 6
 """Different messages of each size."""
+TILE: Final = GemvTile(512, pair=True, warps=2)
 EPS: Final = 1e-5
 TIMEOUT_SECONDS: Final = 20.0
 MAX_DELAY_CYCLES: Final = 60_000
 GRAPH_CALLS: Final = 5
 Call = tuple[str, int, int]
 """Kind, rows, and number of the message."""
-KINDS: Final = ("words", "one-shot", "two-shot", "fused", "fused one-shot")
+KINDS: Final = ("words", "one-shot", "two-shot", "fused", "fused one-shot", "product")
+INPUTS: Final = 512
 push_norm.PROGRAMS = 4  # type: ignore[misc]  # so that programs of a fused one-shot have several of these few rows
+
+
+@cache
+def make_product(ranks: int, variant: int) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], torch.Tensor]:
+    """Return (token and matrix of each rank, the sum of their products in rank order, rounded)."""
+    operands = [
+        (
+            make_message(rank, 2000 + variant, (1, INPUTS), DTYPE).cuda(),
+            make_message(rank, 3000 + variant, (WIDTH, INPUTS), DTYPE).cuda(),
+        )
+        for rank in range(ranks)
+    ]
+    total = torch.zeros((1, WIDTH), dtype=torch.float32, device="cuda")
+    for token, matrix in operands:
+        total = total + gemv(token, matrix, tile=TILE).float()
+    return operands, total.to(DTYPE)
 
 
 class StreamRank:
@@ -55,6 +77,8 @@ class StreamRank:
         self._expected: dict[tuple[int, int], torch.Tensor] = {}
         self._buffers: dict[int, torch.Tensor] = {}
         self._residual: dict[int, torch.Tensor] = {}
+        self._products = [make_product(ranks, variant) for variant in range(VARIANTS)]
+        self._rank = rank
         self._weight = make_message(98, 0, (WIDTH,), DTYPE).cuda()
         for rows in ROWS:
             shape = rows, WIDTH
@@ -72,6 +96,14 @@ class StreamRank:
         expected = self._expected[rows, variant]
         if kind == "words":
             low_latency_all_reduce(x.view(-1), memory)
+        elif kind == "product":
+            operands, product = self._products[variant]
+            residual = self._residual[rows][:1]
+            x, total = gemv_all_reduce_add_rms_norm(
+                *operands[self._rank], residual, self._weight, EPS, memory, tile=TILE, warps=row_warps(WIDTH)
+            )
+            expected, expected_total = add_rms_norm(product, residual, self._weight, EPS)
+            self.wrong += (total.view(torch.int16) != expected_total.view(torch.int16)).sum()
         elif kind.startswith("fused"):
             residual = self._residual[rows]
             fused = all_reduce_add_rms_norm if kind == "fused" else push_all_reduce_add_rms_norm
@@ -179,13 +211,21 @@ def come_late() -> dict[str, Any]:
     """
     shape = ROWS[-1], WIDTH
     found: dict[str, Any] = {}
-    for kind in ("words", "one-shot", "two-shot", "fused one-shot"):
+    for kind in ("words", "one-shot", "two-shot", "fused one-shot", "product"):
         peers = allocate_on_gpu(2, timeout_seconds=0.2)
         for rank, peer in enumerate(peers):
             outcomes: list[list[bool]] = []
             for number in range(3):
                 x = make_message(rank, number, shape, DTYPE).cuda()
-                if kind == "words":
+                expected = sum_messages(2, number, shape, DTYPE)
+                if kind == "product":  # of a matrix of one column with 1
+                    residual = torch.full((1, WIDTH), -0.0, dtype=DTYPE, device="cuda")
+                    one = torch.ones((1, 1), dtype=DTYPE, device="cuda")
+                    _, x = gemv_all_reduce_add_rms_norm(
+                        one, x[:1].T.contiguous(), residual, residual[0], EPS, peer.memory
+                    )
+                    expected = expected[:1]
+                elif kind == "words":
                     low_latency_all_reduce(x.view(-1), peer.memory)
                 elif kind == "fused one-shot":  # a residual of -0.0 changes no bit of a sum
                     residual = torch.full_like(x, -0.0)
@@ -193,7 +233,7 @@ def come_late() -> dict[str, Any]:
                 else:
                     push_all_reduce(x.view(-1), peer.memory, two_shot=kind == "two-shot")
                 torch.cuda.synchronize()
-                right = same_bits(x, sum_messages(2, number, shape, DTYPE))
+                right = torch.equal(x.cpu(), expected)
                 outcomes.append([right, peer.has_failed])
             found[kind] = outcomes  # those of rank 1 remain
     return found

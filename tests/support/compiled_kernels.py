@@ -65,8 +65,24 @@ def normalize(width: int, ranks: int = 2) -> None:
     add_rms_norm_quantize(x, residual, weight, 1e-6, 3.0)
 
 
+def multiply(ranks: int) -> None:
+    """Launch a product that is fused with its sum and the norm behind it."""
+    peers = PeerToPeerAllReduce.detached(ranks, DEVICE)
+    outputs, inputs = 1024, 2048
+    x, matrix, residual, weight = (
+        torch.empty(shape, dtype=torch.bfloat16, device=DEVICE)
+        for shape in ((1, inputs), (outputs, inputs), (1, outputs), (outputs,))
+    )
+    assert peers.can_fuse_gemv(x, matrix)
+    peers.gemv_add_rms_norm(x, matrix, residual, weight, 1e-6, torch.empty_like(matrix))
+
+
 if __name__ == "__main__":
-    cases: dict[str, Callable[[int], None]] = {"sum": sum_messages, "normalize": normalize}
+    cases: dict[str, Callable[[int], None]] = {
+        "sum": sum_messages,
+        "normalize": normalize,
+        "multiply": multiply,
+    }
     for line in sys.stdin:
         kind, number = json.loads(line)
         print(json.dumps(record_kernels(partial(cases[kind], number))), flush=True)

@@ -15,6 +15,10 @@ import torch
 from skiff_runtime.distributed.symmetric_memory import SymmetricBuffer, allocate, map_peers
 from skiff_runtime.errors import CollectiveTimeout, SkiffError
 from skiff_runtime.kernels.fp8_tensors import QuantizedActivations
+from skiff_runtime.kernels.triton.all_reduce.gemv_all_reduce import (
+    fits_outputs,
+    gemv_all_reduce_add_rms_norm,
+)
 from skiff_runtime.kernels.triton.all_reduce.low_latency import (
     all_reduce_add_rms_norm,
     all_reduce_add_rms_norm_quantize,
@@ -37,11 +41,16 @@ from skiff_runtime.kernels.triton.all_reduce.push_norm import (
     push_all_reduce_add_rms_norm,
     push_all_reduce_add_rms_norm_quantize,
 )
+from skiff_runtime.kernels.triton.linear import gemv
+from skiff_runtime.kernels.triton.runtime.dependent_launch import supports_dependent_launch
 from skiff_runtime.kernels.tuning import AllReduceLimits, tuning_for
 
 NANOSECONDS: Final = 1_000_000_000
 T = TypeVar("T")
 DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
+DETACHED_ADDRESS: Final = 1 << 40
+"""The address of the memory of absent ranks: of as many bits and as aligned as those of GPUs, for which kernels are
+compiled."""
 
 Agree = Callable[[bool], bool]
 """Returns whether all ranks pass True; also a barrier."""
@@ -130,7 +139,8 @@ class PeerToPeerAllReduce:
         table = torch.empty(ranks + 2, dtype=torch.int64, device=device)
         epochs = torch.empty(CHANNELS, dtype=torch.int64, device=device)
         control = torch.empty(2, dtype=torch.int64, device=device)
-        return cls(PeerMemory(ranks, table, epochs, control), torch.empty(1, dtype=torch.int64))
+        memory = PeerMemory(ranks, 0, (DETACHED_ADDRESS,) * ranks, table, epochs, control)
+        return cls(memory, torch.empty(1, dtype=torch.int64))
 
     def choose(self, x: torch.Tensor) -> Algorithm:
         """Return the algorithm by which a message of the shape and dtype of ``x`` is summed."""
@@ -152,6 +162,19 @@ class PeerToPeerAllReduce:
         if found is None or algorithm is not Algorithm.ONE_SHOT or x.nbytes > found.fused_one_shot:
             return False
         return fits_push_rows(rows, width * x.itemsize, ranks)
+
+    def can_fuse_gemv(self, x: torch.Tensor, matrix: torch.Tensor) -> bool:
+        """Return whether ``gemv_add_rms_norm`` takes x [T, inputs] and matrix [n, inputs], of one dtype: T is 1."""
+        outputs = matrix.shape[0]
+        return (
+            matrix.dtype == x.dtype
+            and x.dtype in DTYPES
+            and gemv.is_profitable(x, matrix)
+            and fits_outputs(outputs)
+            and choose_algorithm(outputs * x.itemsize, self._memory.ranks, self._limits)
+            is Algorithm.LOW_LATENCY
+            and supports_dependent_launch(x.device)
+        )
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum over the ranks, where ``can_reduce`` is true; ``x`` may be overwritten."""
@@ -187,6 +210,23 @@ class PeerToPeerAllReduce:
             else push_all_reduce_add_rms_norm_quantize
         )
         return fused(_aligned(x), _aligned(residual), weight, eps, self._memory, bound)
+
+    def gemv_add_rms_norm(
+        self,
+        x: torch.Tensor,
+        matrix: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        next_matrix: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Multiply x [1, inputs] with matrix [n, inputs] and do what ``add_rms_norm`` does, where ``can_fuse_gemv`` is true.
+
+        ``next_matrix`` is the one that will be multiplied next, of which a part is prefetched.
+        """
+        return gemv_all_reduce_add_rms_norm(
+            x.contiguous(), matrix, residual.contiguous(), weight, eps, self._memory, next_matrix=next_matrix
+        )
 
     def set_timeout(self, seconds: float) -> None:
         """Bound how long a kernel waits for another rank, from its next launch or replay on."""
@@ -230,6 +270,8 @@ def make_peer_memory(
     """
     return PeerMemory(
         ranks=len(addresses),
+        rank=rank,
+        addresses=addresses,
         table=torch.tensor([*addresses, rank, status_address], dtype=torch.int64, device=device),
         epochs=torch.zeros(CHANNELS, dtype=torch.int64, device=device),
         control=torch.tensor([0, timeout], dtype=torch.int64, device=device),

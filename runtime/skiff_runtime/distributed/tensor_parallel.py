@@ -1,6 +1,8 @@
 """The tensor-parallel process group of one model: its ranks on one host, and the collectives that layers need."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
@@ -95,6 +97,31 @@ class TensorParallelGroup:
         if self._peers is not None and self._peers.can_fuse(x):
             return self._peers.add_rms_norm(x, residual, weight, eps)
         return add_rms_norm(self.all_reduce(x), residual, weight, eps)
+
+    def can_fuse_linear(self, x: torch.Tensor, matrix: torch.Tensor) -> bool:
+        """Return whether x [T, inputs] times matrix [n, inputs] can be fused with its sum, by its shape and dtype alone.
+
+        All ranks have equal shares of the inputs, so all give the same answer.
+        """
+        return self._peers is not None and self._peers.can_fuse_gemv(x, matrix)
+
+    def linear_all_reduce_add_rms_norm(
+        self,
+        x: torch.Tensor,
+        matrix: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        next_matrix: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (the RMSNorm of the total, the total) of x [1, inputs] times matrix [n, inputs], summed, and the residual.
+
+        For products of which ``can_fuse_linear`` is true. The total has the bits of the product by a GEMV with the same tile and
+        ``all_reduce``, and the norm is that of ``add_rms_norm`` up to the rounding of a float32 sum; both have the same
+        bits on every rank. A part of ``next_matrix``, that of the next product, is prefetched meanwhile.
+        """
+        assert self._peers is not None
+        return self._peers.gemv_add_rms_norm(x, matrix, residual, weight, eps, next_matrix)
 
     def all_reduce_add_rms_norm_quantize(
         self,
@@ -231,6 +258,15 @@ class DetachedRank(TensorParallelGroup):
         """Return rows [T, width] whose sums, with the norm behind them, together launch every fused kernel."""
         counts = [] if self._peers is None else self._peers.sample_row_counts(width * dtype.itemsize)
         return [torch.empty((rows, width), dtype=dtype, device=self.device) for rows in counts]
+
+    @contextmanager
+    def without_peers(self) -> Iterator[None]:
+        """Leave all sums to NCCL for a while."""
+        peers, self._peers = self._peers, None
+        try:
+            yield
+        finally:
+            self._peers = peers
 
     def _sum(self, tensor: torch.Tensor) -> None:
         """Keep the rank's own part."""

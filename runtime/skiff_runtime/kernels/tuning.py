@@ -94,6 +94,21 @@ class GemvTuning:
     """Takes the place of ``uneven_tile`` there."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GemvAllReduceTuning:
+    """Numbers of ``triton.all_reduce.gemv_all_reduce``."""
+
+    short_inputs: int
+    tile: GemvTile
+    """For weights of at most ``short_inputs`` columns."""
+    long_tile: GemvTile
+    prefetch_bytes: int
+    """The bytes of the next product's weight that are prefetched beside the norm, at most; 0 for none."""
+    prefetch_programs: int
+    prefetch_row_stride: int
+    """Every so many rows one is prefetched."""
+
+
 @dataclass(frozen=True, slots=True)
 class FP8GemvTile:
     """The columns of one loop iteration, for two adjacent rows of the weight, and the warps."""
@@ -404,6 +419,7 @@ class Tuning:
     prefill_choice: PrefillChoiceTuning
     all_reduce: tuple[AllReduceLimits, ...]
     """By ascending numbers of ranks."""
+    gemv_all_reduce: GemvAllReduceTuning
 
 
 _FP8_SMALL: Final = GroupedGemmTile(outputs=64, inputs=128, group=1, warps=4, stages=4, swap=True)
@@ -733,6 +749,22 @@ HOPPER: Final = Tuning(
         AllReduceLimits(
             ranks=8, low_latency=64 << 10, one_shot=128 << 10, fused_one_shot=128 << 10, two_shot=32 << 20
         ),
+    ),
+    # Two H100, us for a layer of Qwen3-32B at batch 1, of two ranks. Untuned for more.
+    gemv_all_reduce=GemvAllReduceTuning(
+        # The bound between the two cases that were measured, 4,096 and 12,800 inputs.
+        short_inputs=8192,
+        # The output projection by columns and warps: 1,024, 2 171.6; 2,048, 8 171.7; 2,048, 4 172.0; 4,096, 8 172.8;
+        # 4,096, 4 173.3.
+        tile=GemvTile(columns=1024, warps=2),
+        # The down-projection: 4,096, 8 170.4; 512, 4 171.5; 1,024, 4 171.6. On two H200 2,048, 4 takes 2.4 longer than
+        # 512, 4.
+        long_tile=GemvTile(columns=4096, warps=8),
+        # Before both norms: 8 MiB, every second row 172.9, every fourth 172.8; 4 MiB by 16 programs 173.5; none 175.9. On
+        # two H200 all rows, every second and every fourth: 133.3, 132.9, 133.1.
+        prefetch_bytes=8 << 20,
+        prefetch_programs=32,
+        prefetch_row_stride=2,
     ),
 )
 """Of compute capability 9.0 (H100, H200), measured on an H200."""

@@ -75,6 +75,11 @@ class Attention:
         if qk_norm_eps is not None:
             self._norm = QKNorm(heads.head_dim, qk_norm_eps, context)
 
+    @property
+    def input_matrix(self) -> torch.Tensor | None:
+        """The matrix that every token is multiplied with first, if it is in the model's dtype."""
+        return self._qkv_proj.weight.unquantized
+
     def __call__(
         self,
         x: Activations,

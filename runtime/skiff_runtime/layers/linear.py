@@ -12,7 +12,7 @@ import torch
 
 from skiff_runtime.kernels.fp8 import Activations
 from skiff_runtime.layers.linear_weight import MatrixPart, make_weight
-from skiff_runtime.layers.partial_sum import LayerOutput, PartialSum
+from skiff_runtime.layers.partial_sum import LayerOutput, PartialProduct, PartialSum
 from skiff_runtime.layers.sharding import LayerContext, WeightShard, replicated_weight
 
 
@@ -82,7 +82,10 @@ class ColumnParallelLinear:
 
 
 class RowParallelLinear:
-    """[T, this rank's inputs] -> [T, outputs]: with more than one rank a partial sum; the bias is added after the sum."""
+    """[T, this rank's inputs] -> [T, outputs]: with more than one rank a partial sum; the bias is added after the sum.
+
+    The product of a partial sum is left to the norm behind it where one launch computes both.
+    """
 
     def __init__(self, name: str, inputs: int, outputs: int, *, bias: bool, context: LayerContext) -> None:
         self._name = name
@@ -95,6 +98,14 @@ class RowParallelLinear:
     def __call__(self, x: Activations) -> LayerOutput:
         if self._group.tp_size == 1:
             return self.weight.apply(x, self.bias)
+        matrix = self.weight.unquantized
+        if (
+            matrix is not None
+            and self.bias is None
+            and isinstance(x, torch.Tensor)
+            and self._group.can_fuse_linear(x, matrix)
+        ):
+            return PartialProduct(x, matrix, self._group)
         return PartialSum(self.weight.apply(x), self._group, self.bias)
 
     def weight_shards(self, prefix: str) -> Iterator[WeightShard]:

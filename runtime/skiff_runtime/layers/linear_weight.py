@@ -77,6 +77,11 @@ class MatrixPart:
 class LinearWeight(ABC):
     """A matrix [outputs, inputs]."""
 
+    @property
+    def unquantized(self) -> torch.Tensor | None:
+        """The matrix in the model's dtype; ``None`` in other formats."""
+        return None
+
     @abstractmethod
     def apply(self, x: Activations, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Multiply: [T, inputs] -> [T, outputs], in the model's dtype."""
@@ -101,6 +106,11 @@ class UnquantizedLinearWeight(LinearWeight):
 
     def __init__(self, outputs: int, inputs: int, context: LayerContext) -> None:
         self.values = context.empty(outputs, inputs)
+
+    @property
+    def unquantized(self) -> torch.Tensor:
+        """The matrix."""
+        return self.values
 
     def apply(self, x: Activations, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Multiply ``x``, which must not be quantized."""

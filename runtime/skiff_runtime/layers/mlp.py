@@ -24,6 +24,11 @@ class MLP(ABC):
     name: str
     input_context: LayerContext
 
+    @property
+    def input_matrix(self) -> torch.Tensor | None:
+        """The matrix that every token is multiplied with first, in the model's dtype; ``None`` if there is none."""
+        return None
+
     @abstractmethod
     def __call__(self, x: Activations) -> LayerOutput:
         """Compute the MLP of T tokens; with more than one rank, the rank's part of the sum."""
@@ -32,7 +37,7 @@ class MLP(ABC):
         self, norm: QuantizingRMSNorm, x: LayerOutput, residual: torch.Tensor
     ) -> tuple[LayerOutput, torch.Tensor]:
         """Return (the MLP of norm(x + residual), x + residual); ``norm`` is one of this MLP's ``input_context``."""
-        normed, total = norm.add_and_normalize(x, residual)
+        normed, total = norm.add_and_normalize(x, residual, self.input_matrix)
         return self(normed), total
 
     @abstractmethod
@@ -55,6 +60,10 @@ class GatedMLP(MLP):
         self._down_proj = RowParallelLinear(
             "down_proj", intermediate_size, hidden_size, bias=bias, context=down
         )
+
+    @property
+    def input_matrix(self) -> torch.Tensor | None:
+        return self._gate_up_proj.weight.unquantized
 
     def __call__(self, x: Activations) -> LayerOutput:
         product = self._gate_up_proj.fused_silu_and_mul(x)

@@ -189,7 +189,7 @@ class SparseMoeBlock(MLP):
         self, norm: QuantizingRMSNorm, x: LayerOutput, residual: torch.Tensor
     ) -> tuple[LayerOutput, torch.Tensor]:
         """Let the router normalize tokens that no all-reduce completes."""
-        if isinstance(x, PartialSum):
+        if not isinstance(x, torch.Tensor):
             return super().apply_after_norm(norm, x, residual)
         normed, total, *routing = self._router.add_normalize_and_route(norm, x, residual)
         return self._complete(self._experts(normed, *routing)), total

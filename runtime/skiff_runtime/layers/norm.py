@@ -7,7 +7,7 @@ import torch
 from skiff_runtime.kernels.fp8 import Activations
 from skiff_runtime.kernels.rms_norm import add_rms_norm, rms_norm
 from skiff_runtime.layers.activation_quantizer import make_activation_quantizer
-from skiff_runtime.layers.partial_sum import LayerOutput, PartialSum, reduce_output
+from skiff_runtime.layers.partial_sum import LayerOutput, PartialProduct, PartialSum, reduce_output
 from skiff_runtime.layers.sharding import LayerContext, WeightShard, replicated_weight
 
 
@@ -39,8 +39,19 @@ class QuantizingRMSNorm:
         normed = rms_norm(x, self.weight, self.eps)
         return normed if self._quantizer is None else self._quantizer.quantize(normed)
 
-    def add_and_normalize(self, x: LayerOutput, residual: torch.Tensor) -> tuple[Activations, torch.Tensor]:
-        """Return (norm(x + residual), x + residual); a partial sum is completed by the same kernel where it can be."""
+    def add_and_normalize(
+        self, x: LayerOutput, residual: torch.Tensor, next_matrix: torch.Tensor | None = None
+    ) -> tuple[Activations, torch.Tensor]:
+        """Return (norm(x + residual), x + residual); a partial sum is completed by the same kernel where it can be.
+
+        ``next_matrix``, which the result is multiplied with, may be prefetched.
+        """
+        if isinstance(x, PartialProduct):
+            if self._quantizer is None:
+                return x.group.linear_all_reduce_add_rms_norm(
+                    x.x, x.matrix, residual, self.weight, self.eps, next_matrix
+                )
+            x = x.multiply()
         if isinstance(x, PartialSum) and x.bias is None:
             if self._quantizer is not None:
                 return self._quantizer.all_reduce_add_rms_norm(

@@ -2,7 +2,8 @@
 
 A row-parallel layer and the norm behind it belong to different parts of a decoder layer, and one kernel computes the
 all-reduce, the residual addition and the norm together. So the layer returns its part of the sum, as a type of its own
-that cannot be mistaken for the sum, and the norm decides.
+that cannot be mistaken for the sum, and the norm decides. For one token the product itself can be part of that kernel;
+then the layer returns it before it is computed.
 """
 
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from skiff_runtime.distributed.tensor_parallel import TensorParallelGroup
+from skiff_runtime.kernels.linear import linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +32,34 @@ class PartialSum:
         return total if self.bias is None else total + self.bias
 
 
-LayerOutput = torch.Tensor | PartialSum
+@dataclass(frozen=True, slots=True)
+class PartialProduct:
+    """A partial sum that is not computed yet: x [1, inputs] times matrix [n, inputs].
+
+    ``group.can_fuse_linear`` is true for them.
+    """
+
+    x: torch.Tensor
+    matrix: torch.Tensor
+    group: TensorParallelGroup
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return len(self.x)
+
+    def multiply(self) -> PartialSum:
+        """Compute the product alone."""
+        return PartialSum(linear(self.x, self.matrix), self.group)
+
+    def reduce(self) -> torch.Tensor:
+        """Return the sum [1, n] of the product over the ranks."""
+        return self.multiply().reduce()
+
+
+LayerOutput = torch.Tensor | PartialSum | PartialProduct
 """The output of a block: complete, or with more than one rank a part of it."""
 
 
 def reduce_output(output: LayerOutput) -> torch.Tensor:
     """Return the complete output."""
-    return output.reduce() if isinstance(output, PartialSum) else output
+    return output if isinstance(output, torch.Tensor) else output.reduce()

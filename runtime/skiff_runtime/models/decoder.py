@@ -45,7 +45,7 @@ class DecoderLayer:
             residual = reduce_output(x)
             normed = self._input_norm(residual)
         else:
-            normed, residual = self._input_norm.add_and_normalize(x, residual)
+            normed, residual = self._input_norm.add_and_normalize(x, residual, self._attention.input_matrix)
         x = self._attention(normed, rope, backend, logits_indices)
         if logits_indices is not None:
             residual = residual.index_select(0, logits_indices)

@@ -57,6 +57,7 @@ def compile_ahead_of_time(config: Config, model: ModelConfig, architecture: int)
         for decode_rows, tokens in (*MIXED_BATCHES, *_list_expert_batches(config, model)):
             rank.run_mixed(min(decode_rows, config.running_limit), tokens)
         rank.sum_messages()
+        rank.run_without_peers()
         for shared in (False, True):
             for decode_rows in rank.find_row_counts(shared=shared):
                 rank.run_mixed(decode_rows, VARIANT_TOKENS, shared=shared)
@@ -151,6 +152,11 @@ class _FakeRank:
         for norm in self._norms:
             for rows in self._group.sample_rows(len(norm.weight), self._dtype):
                 norm.add_and_normalize(PartialSum(rows, self._group), rows)
+
+    def run_without_peers(self) -> None:
+        """Run one token as on GPUs without peer access, where no product is fused with its sum."""
+        with self._group.without_peers():
+            self.run_mixed(0, 1)
 
     def _shared_prefixes(self, rows: int) -> SharedPrefixes:
         """Allocate shared prefixes of ``rows`` rows."""

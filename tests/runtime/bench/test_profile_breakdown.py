@@ -24,6 +24,7 @@ from skiff_runtime.bench.offline.profile_breakdown import (
         ("nvjet_tst_128x64_64x6_1x2_h_bz_coopA_TNT", "matmul"),
         ("fp8_gemv_kernel", "matmul"),
         ("gemv_silu_and_mul_kernel", "matmul"),
+        ("gemv_push_kernel", "matmul"),
         ("stream_k_gemm_kernel", "matmul"),
         ("aten::addmm", "matmul"),
         ("aten::add", "other"),

@@ -11,6 +11,7 @@ from all_reduce_ranks import (
     SIZES,
     come_late,
     fuse,
+    multiply_and_fuse,
     refresh,
     sum_in_every_way,
     wait_in_vain,
@@ -18,6 +19,7 @@ from all_reduce_ranks import (
 )
 from rank_processes import Pools, rank_pools
 
+from skiff_runtime.kernels.triton.all_reduce.gemv_all_reduce import fits_outputs
 from skiff_runtime.kernels.triton.all_reduce.low_latency import fits_rows, low_latency_capacity
 from skiff_runtime.kernels.triton.all_reduce.peer_memory import (
     CHANNELS,
@@ -32,6 +34,7 @@ from skiff_runtime.kernels.triton.all_reduce.peer_memory import (
 )
 from skiff_runtime.kernels.triton.all_reduce.push import push_capacity
 from skiff_runtime.kernels.triton.all_reduce.push_norm import fits_push_rows
+from skiff_runtime.kernels.triton.runtime.weight_prefetch import ROUND_LINES, plan_prefetch
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu compares the compiled kernels")
 
@@ -62,14 +65,16 @@ def test_sums_are_those_of_rank_order_bit_for_bit(
     assert 0 < sum(results[0]["epochs"][1:]) < rounds * CHANNELS
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "gemv"])
 def test_words_of_the_channels_that_take_part_are_rewritten_before_marks_repeat(
     pools: Pools, tmp_path: Path, kind: str
 ) -> None:
+    """Also those of the rank's own memory, which a fused product reads, whichever kernel makes the call."""
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
-    assert pools(2).run(refresh, str(tmp_path / "first"), kind, REFRESH) == [[True, False]] * 2
-    assert pools(2).run(refresh, str(tmp_path / "second"), kind, REFRESH + 2) == [[False, False]] * 2
+    all_words, none = [True, True], [False, False]
+    assert pools(2).run(refresh, str(tmp_path / "first"), kind, REFRESH) == [[all_words, none]] * 2
+    assert pools(2).run(refresh, str(tmp_path / "second"), kind, REFRESH + 2) == [[none, none]] * 2
 
 
 @pytest.mark.parametrize(
@@ -85,7 +90,22 @@ def test_fused_kernels_equal_the_kernels_that_they_fuse(
 
 
 @pytest.mark.parametrize(
-    ("kind", "collective"), [("words", 1), ("one-shot", 2), ("two-shot", 3), ("fused one-shot", 2)]
+    ("ranks", "dtype", "first_epoch"),
+    [(2, "float16", WRAP - 3), (2, "float32", (1 << 31) - 3), (3, "float16", REFRESH - 2)],
+)
+def test_fused_product_equals_gemv_sum_and_norm(
+    pools: Pools, tmp_path: Path, ranks: int, dtype: str, first_epoch: int
+) -> None:
+    """One row of the weight a program, two, and the tuned tile; among other calls, and where marks change their sign."""
+    results = pools(ranks).run(multiply_and_fuse, str(tmp_path), dtype, first_epoch)
+    assert all(result == results[0] for result in results)
+    assert results[0]["bits"] == [[True, True]] * 6 and not results[0]["failed"]
+    assert results[0]["calls"] == [12, 0], "a product is one call of the first channel"
+
+
+@pytest.mark.parametrize(
+    ("kind", "collective"),
+    [("words", 1), ("one-shot", 2), ("two-shot", 3), ("fused one-shot", 2), ("gemv", 1)],
 )
 def test_rank_that_waits_in_vain_gives_up_and_reports(
     pools: Pools, tmp_path: Path, kind: str, collective: int
@@ -97,7 +117,8 @@ def test_rank_that_waits_in_vain_gives_up_and_reports(
 
 
 @pytest.mark.parametrize(
-    ("kind", "completed"), [("words", 1), ("one-shot", 1), ("two-shot", 0), ("fused one-shot", 1)]
+    ("kind", "completed"),
+    [("words", 1), ("one-shot", 1), ("two-shot", 0), ("fused one-shot", 1), ("gemv", 1)],
 )
 def test_rank_that_comes_late_completes_what_was_sent_in_whole_and_times_out(
     pools: Pools, tmp_path: Path, kind: str, completed: int
@@ -136,6 +157,29 @@ def test_capacities_fit_into_the_allocation(ranks: int) -> None:
         regions = ranks * (2 if two_shot else 1)
         assert flags + words + 2 * CHANNELS * regions * region <= allocation_bytes(ranks)
     assert low_latency_capacity() == CHANNELS * SLOT_LINES * LINE_BYTES
+
+
+def test_outputs_of_a_fused_product_are_whole_lines_of_one_channel() -> None:
+    assert fits_outputs(2) and fits_outputs(8192)
+    assert not fits_outputs(0) and not fits_outputs(5121) and not fits_outputs(8194)
+
+
+@pytest.mark.parametrize("stride", [1, 2, 3])
+@pytest.mark.parametrize(("outputs", "inputs"), [(4096, 5120), (5121, 4096), (4096, 1088), (70, 65536)])
+def test_prefetch_stays_inside_the_weight(outputs: int, inputs: int, stride: int) -> None:
+    weight = torch.empty((outputs, inputs), dtype=torch.bfloat16, device="meta")
+    plan = plan_prefetch(weight, weight, nbytes=8 << 20, programs=32, stride=stride)
+    lines = plan.programs * plan.rounds * ROUND_LINES
+    assert 0 < lines <= (8 << 20) // 128
+    last_row = (lines - 1) // plan.options()["ROW_LINES"] * stride
+    assert last_row < outputs
+
+
+def test_nothing_is_prefetched_of_a_weight_that_is_small_or_has_no_whole_cache_lines() -> None:
+    whole = torch.empty((1, 64))
+    for weight in (None, torch.empty((64, 64)), torch.empty((65536, 40)), torch.empty((8192, 128))[:, :64]):
+        plan = plan_prefetch(weight, whole, nbytes=8 << 20, programs=32, stride=2)
+        assert plan.programs == 0 and plan.weight is whole
 
 
 def test_rows_that_fused_kernels_take() -> None:

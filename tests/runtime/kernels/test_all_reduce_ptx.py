@@ -88,6 +88,21 @@ def test_fused_one_shot_loads_rows_16_bytes_wide_between_an_acquire_and_the_norm
         assert order == sorted(order)
 
 
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_fused_product_stores_words_behind_its_wait_and_lets_the_norm_start_there(ranks: int) -> None:
+    """One word for each rank; the norm reads the epoch before its own wait, so it must not start ahead of the GEMV's."""
+    kernels = compile_case("multiply", ranks)
+    gemv, norm = (kernels[name]["ptx"] for name in ("gemv_push_kernel", "receive_add_rms_norm_kernel"))
+    store = "st.relaxed.sys.global.b64"
+    assert gemv.count(store) == ranks and "st.global" not in gemv
+    wait, launch = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
+    assert gemv.index("L1::evict_first") < gemv.index(wait) < gemv.index(launch) < gemv.index(store)
+    load = "ld.relaxed.sys.global.b64"
+    assert norm.index(launch) < norm.index("prefetch.global.L2") and norm.index(load) < norm.rindex(wait)
+    # What the kernels ahead of the GEMV wrote is not read from L1.
+    assert norm.count("ld.global.cg") >= 2
+
+
 def row_layouts(kernel: dict[str, str]) -> list[str]:
     """Return shape and layout of the operand of each reduction of a float32 row, layouts written out."""
     ttgir = kernel["ttgir"]

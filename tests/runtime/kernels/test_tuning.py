@@ -48,6 +48,7 @@ def test_sizes_of_blocks_are_powers_of_two(table: Tuning) -> None:
         each for tile in (table.prefill_tile, table.wide_prefill_tile) for each in (tile.queries, tile.tokens)
     ]
     sizes += [tile.columns for tile in (table.gemv.edge_tile, table.gemv.tile, table.gemv.uneven_tile)]
+    sizes += [tile.columns for tile in (table.gemv_all_reduce.tile, table.gemv_all_reduce.long_tile)]
     sizes += [tile.columns for tile in (table.fp8_gemv.tile, table.fp8_gemv.long_tile)]
     sizes.append(table.fp8_gemv.preloading_tile.columns)
     for rules in (table.stream_k.rules, table.block_fp8.rules, table.w4a16.rules):

@@ -61,8 +61,9 @@ for line in sys.stdin:
 """
 
 SHARDED = {"sample_shard_kernel", "max_sampling_keys_kernel", "take_sampled_tokens_kernel"}
+FUSED_PRODUCTS = {"gemv_push_kernel", "receive_add_rms_norm_kernel"}
 FUSED_SUMS = {"all_reduce_add_rms_norm_kernel", "push_all_reduce_add_rms_norm_kernel"}
-SUMS = {"low_latency_all_reduce_kernel", "push_all_reduce_kernel", *FUSED_SUMS}
+SUMS = {"low_latency_all_reduce_kernel", "push_all_reduce_kernel", *FUSED_SUMS, *FUSED_PRODUCTS}
 """Kernels that only ranks of several launch, to sample and to sum."""
 CELLS = re.compile(r"\('torch\.int32', 3, (\d+), \1, 1\)")
 """The rows, columns and values that ``write_cells_kernel`` writes; nothing is compiled for their number."""
@@ -126,6 +127,9 @@ def test_kernels_have_the_sizes_of_one_rank(found: dict[int, list[Launch]], tp_s
     assert constants(own, "prefill_attention_kernel", "KV", "HEADS") == {(kv_heads, 4 // tp_size)}
     hidden, attended, inner = 64, 64 // tp_size, 96 // tp_size
     assert constants(own, "gemv_kernel", "INPUTS") == {(hidden,), (attended,), (inner,)}
+    if tp_size > 1:
+        assert constants(own, "gemv_push_kernel", "INPUTS") == {(attended,), (inner,)}
+        assert constants(own, "receive_add_rms_norm_kernel", "WIDTH") == {(hidden,)}
     assert constants(own, "gemv_silu_and_mul_kernel", "INPUTS") == {(hidden,)}
     assert constants(own, "silu_and_mul_kernel", "WIDTH") == {(inner,)}
     if tp_size > 1:

@@ -11,6 +11,7 @@ pytest.importorskip("triton", reason="builds of torch for CPUs may come without 
 
 from skiff_runtime.kernels.tuning import (
     DEFAULT,
+    GemvAllReduceTuning,
     GroupedGemmRule,
     PrefillChoiceTuning,
     SharedPrefixTuning,
@@ -69,6 +70,7 @@ UNMEASURED = {
     *(f"shared_prefix.{field.name}" for field in fields(SharedPrefixTuning)),
     *(f"prefill_choice.{field.name}" for field in fields(PrefillChoiceTuning)),
     *(f"all_reduce.{index}" for index in range(len(DEFAULT.all_reduce))),
+    *(f"gemv_all_reduce.{field.name}" for field in fields(GemvAllReduceTuning)),
 }
 """Bounds that divide cases, tiles of rare models, and numbers that only a whole engine or several GPUs can judge."""
 

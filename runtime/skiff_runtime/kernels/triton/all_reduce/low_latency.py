@@ -84,7 +84,7 @@ def low_latency_all_reduce_kernel(
     epoch = tl.load(epochs + channel) + 1
     limit = wait_limit(control)
     tiles = tl.cdiv(lines, LINES)
-    _push_tiles(x, peers, rank, channel, epoch, limit, tiles, lines, LINES, LINES, RANKS, PTX)
+    _push_tiles(x, own, peers, rank, channel, epoch, limit, tiles, lines, LINES, LINES, RANKS, PTX)
     state = tl.full((), 0, tl.int32)
     for tile in range(channel, tiles, tl.num_programs(0)):
         summed, inside, word_indices, waited = _receive_tile(
@@ -141,7 +141,9 @@ def all_reduce_add_rms_norm_kernel(
     wait_for_dependencies(PDL)
     epoch = tl.load(epochs + channel) + 1
     limit = wait_limit(control)
-    _push_tiles(x, peers, rank, channel, epoch, limit, rows, rows * ROW_LINES, ROW_LINES, LINES, RANKS, PTX)
+    _push_tiles(
+        x, own, peers, rank, channel, epoch, limit, rows, rows * ROW_LINES, ROW_LINES, LINES, RANKS, PTX
+    )
     state = tl.full((), 0, tl.int32)
     for row in range(channel, rows, tl.num_programs(0)):
         waited = _receive_row(
@@ -193,7 +195,9 @@ def all_reduce_add_rms_norm_quantize_kernel(
     wait_for_dependencies(PDL)
     epoch = tl.load(epochs + channel) + 1
     limit = wait_limit(control)
-    _push_tiles(x, peers, rank, channel, epoch, limit, rows, rows * ROW_LINES, ROW_LINES, LINES, RANKS, PTX)
+    _push_tiles(
+        x, own, peers, rank, channel, epoch, limit, rows, rows * ROW_LINES, ROW_LINES, LINES, RANKS, PTX
+    )
     state = tl.full((), 0, tl.int32)
     for row in range(channel, rows, tl.num_programs(0)):
         waited = _receive_row(
@@ -210,6 +214,7 @@ def all_reduce_add_rms_norm_quantize_kernel(
 @triton.jit
 def _push_tiles(
     x: tl.tensor,
+    own: tl.tensor,
     peers: tl.tensor,
     rank: tl.tensor,
     channel: tl.tensor,
@@ -225,8 +230,8 @@ def _push_tiles(
     """Store this program's tiles of a message of ``lines`` lines in the memory of every peer; tiles of TILE_LINES lines.
 
     The two words of a line go to the two halves of a tile's memory, so that one store of a warp covers addresses
-    without a gap. In a refresh all words of the channel are stored, those without data as zeros; nothing is stored once
-    a wait has timed out.
+    without a gap. In a refresh all words of the channel are stored, those without data as zeros, and also in this rank's
+    own memory; nothing is stored once a wait has timed out.
     """
     programs = tl.num_programs(0)
     refresh = is_refresh(epoch)
@@ -237,6 +242,8 @@ def _push_tiles(
         inside, word_indices, slot_offsets = _tile_offsets(tile, count, lines, TILE_LINES, LINES)
         words = tl.load(x.to(tl.pointer_type(tl.int64)) + word_indices, inside, 0)
         active = inside | refresh
+        if refresh:
+            store_words(own + offset + slot_offsets, words, epoch, active, PTX)
         for step in tl.static_range(RANKS - 1):
             store_words(peers[step] + offset + slot_offsets, words, epoch, active, PTX)
 

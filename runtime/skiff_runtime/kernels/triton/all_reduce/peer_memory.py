@@ -26,9 +26,10 @@ orders the reads of the one before the writes of the other.
   epoch, its mark. A 64-bit access is one access in PTX's memory model, so a word whose mark is the current epoch's
   holds the data of this call, whatever bits the data has; NaN and -0.0 need no care, and nothing is cleared. A mark is
   mistaken only if the word was last written 2^32 calls ago, or a multiple: in two of every 2^30 calls, one of each
-  parity, every kernel therefore rewrites all words of its channel (``is_refresh``), whether it uses them or not. Words
-  that hold data of another kind would break this, so nothing else is stored there. Half of the bytes are marks, but the
-  data needs no fence: it has arrived when it is there.
+  parity, every kernel therefore rewrites all words of its channel (``is_refresh``), whether it uses them or not, and
+  those of the rank's own memory, too, which only ``gemv_all_reduce`` reads. Words that hold data of another kind would
+  break this, so nothing else is stored there. Half of the bytes are marks, but the data needs no fence: it has arrived
+  when it is there.
 - Flags: data is stored plainly, then the flag of (phase, channel, source) is set to the 64-bit epoch behind a fence of
   system scope; the reader polls with acquire. Flags only grow, so a peer that is ahead does no harm. The fence costs a
   round trip, and every byte is data.
@@ -98,12 +99,14 @@ def allocation_bytes(ranks: int) -> int:
 class PeerMemory:
     """One rank's view of the memory that ``ranks`` ranks share.
 
-    ``table`` int64 [ranks + 2]: the addresses of all ranks' allocations as this rank maps them, its own rank, and the
-    address of an int64 of the host. ``epochs`` int64 [CHANNELS]: the channels' last epochs. ``control`` int64 [2]: see
-    ``FAILED`` and ``TIMEOUT``.
+    ``addresses``: those of all ranks' allocations as this rank, ``rank``, maps them. ``table`` int64 [ranks + 2]: the
+    same, the rank, and the address of an int64 of the host. ``epochs`` int64 [CHANNELS]: the channels' last epochs.
+    ``control`` int64 [2]: see ``FAILED`` and ``TIMEOUT``.
     """
 
     ranks: int
+    rank: int
+    addresses: tuple[int, ...]
     table: torch.Tensor
     epochs: torch.Tensor
     control: torch.Tensor
@@ -139,9 +142,10 @@ def own_memory(table: tl.tensor, rank: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def wait_limit(control: tl.tensor) -> tl.tensor:
-    """Return how long a wait may take: no time once one has timed out."""
-    return tl.where(tl.load(control) != 0, -1, tl.load(control + 1))
+def wait_limit(control: tl.tensor, CACHE: tl.constexpr = "") -> tl.tensor:
+    """Return how long a wait may take: no time once one has timed out. ``CACHE`` is the modifier of the loads."""
+    failed = tl.load(control, cache_modifier=CACHE)
+    return tl.where(failed != 0, -1, tl.load(control + 1, cache_modifier=CACHE))
 
 
 @triton.jit
@@ -155,8 +159,8 @@ def may_store(limit: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def words_offset(epoch: tl.tensor, source: tl.tensor, channel: tl.tensor, RANKS: tl.constexpr) -> tl.tensor:
-    """Return the offset of a channel's LL words from rank ``source``, of the epoch's parity."""
-    slot = ((epoch % 2) * RANKS + source) * _CHANNELS + channel
+    """Return the offset of a channel's LL words from rank ``source``, of the parity of the epoch or of its low half."""
+    slot = ((epoch & 1) * RANKS + source) * _CHANNELS + channel
     return _FLAGS_SIZE + slot * (_SLOT_LINES * 2 * _WORD_BYTES)
 
 
@@ -181,21 +185,28 @@ def is_refresh(epoch: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def rewrite_words(
+    own: tl.tensor,
     peers: tl.tensor,
     rank: tl.tensor,
     channel: tl.tensor,
     epoch: tl.tensor,
+    FIRST: tl.constexpr,
     LINES: tl.constexpr,
     RANKS: tl.constexpr,
     PTX: tl.constexpr,
 ) -> None:
-    """Store this call's mark in all of the channel's LL words, LINES of 16 bytes at a time, for a call without data there."""
-    offsets = words_offset(epoch, rank, channel, RANKS) + tl.arange(0, LINES) * _WORD_BYTES
+    """Store this call's mark in the channel's LL words on all ranks, for a call without data there.
+
+    The first FIRST times 16 bytes are left out; LINES times 16 bytes are stored at a time.
+    """
+    offset = words_offset(epoch, rank, channel, RANKS)
     zero_words = tl.zeros((LINES,), tl.int64)
-    for start in range(0, _SLOT_LINES * 2, LINES):
+    for start in range(FIRST, _SLOT_LINES * 2, LINES):
+        word = start + tl.arange(0, LINES)
+        inside = word < _SLOT_LINES * 2
+        store_words(own + offset + word * _WORD_BYTES, zero_words, epoch, inside, PTX)
         for step in tl.static_range(RANKS - 1):
-            addresses = peers[step] + offsets + start * _WORD_BYTES
-            store_words(addresses, zero_words, epoch, zero_words == 0, PTX)
+            store_words(peers[step] + offset + word * _WORD_BYTES, zero_words, epoch, inside, PTX)
 
 
 @triton.jit
@@ -295,10 +306,11 @@ def release(PTX: tl.constexpr) -> None:
 
 
 @triton.jit
-def store_flag(address: tl.tensor, epoch: tl.tensor, active: tl.tensor, PTX: tl.constexpr) -> None:
-    """Set one flag, int64 at ``address``, behind ``release``, by the thread that ran the fence, if it is active there.
+def store_once(address: tl.tensor, value: tl.tensor, active: tl.tensor, PTX: tl.constexpr) -> None:
+    """Store one int64 at ``address`` by the program's first thread, if it is active there.
 
-    Where threads disagree, this thread's view is right: it is also the one that reports a timeout.
+    It is the thread that runs the fence of ``release``. Where threads disagree about ``active``, its view is right: it is
+    also the one that reports a timeout.
     """
     if PTX:
         tl.inline_asm_elementwise(
@@ -312,13 +324,13 @@ def store_flag(address: tl.tensor, epoch: tl.tensor, active: tl.tensor, PTX: tl.
             mov.b32 $0, 0;
             }""",
             "=r,l,l,r,~{memory}",
-            [address, epoch, active.to(tl.int32)],
+            [address, value, active.to(tl.int32)],
             dtype=tl.int32,
             is_pure=False,
             pack=1,
         )
     else:
-        tl.store(address.to(tl.pointer_type(tl.int64)), epoch, active)
+        tl.store(address.to(tl.pointer_type(tl.int64)), value, active)
 
 
 @triton.jit
@@ -360,7 +372,7 @@ def set_flags(
     release(PTX)
     offset = flags_offset(channel, PHASE) + rank * _FLAG_BYTES
     for step in tl.static_range(RANKS - 1):
-        store_flag(peers[step] + offset, epoch, active, PTX)
+        store_once(peers[step] + offset, epoch, active, PTX)
 
 
 @triton.jit

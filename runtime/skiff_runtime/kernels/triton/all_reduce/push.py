@@ -90,7 +90,7 @@ def push_all_reduce_kernel(
     chunk = channel * piece_lines * pieces
     own_piece = chunk + (rank * piece_lines if TWO_SHOT else 0)
     if is_refresh(epoch) & stores:
-        rewrite_words(peers, rank, channel, epoch, LINES, RANKS, PTX)
+        rewrite_words(own, peers, rank, channel, epoch, 0, LINES, RANKS, PTX)
 
     for start in range(0, piece_lines, LINES):
         for step in tl.static_range(RANKS - 1):

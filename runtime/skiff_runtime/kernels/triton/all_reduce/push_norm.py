@@ -111,7 +111,7 @@ def push_all_reduce_add_rms_norm_kernel(
     first = channel * chunk
     end = tl.minimum(first + chunk, rows)
     buffer = own + plain_offset(epoch, channel, RANKS)
-    _push_rows(x, peers, rank, channel, epoch, limit, first, end, ROW_LINES, LINES, RANKS, PTX)
+    _push_rows(x, own, peers, rank, channel, epoch, limit, first, end, ROW_LINES, LINES, RANKS, PTX)
     state = wait_for_flags(own, rank, channel, epoch, limit, 0, RANKS, PTX)
     if PREFETCH:
         following = _load_row(x, residual, buffer, rank, first, first, end, WIDTH, BLOCK, RANKS)
@@ -172,7 +172,7 @@ def push_all_reduce_add_rms_norm_quantize_kernel(
     first = channel * chunk
     end = tl.minimum(first + chunk, rows)
     buffer = own + plain_offset(epoch, channel, RANKS)
-    _push_rows(x, peers, rank, channel, epoch, limit, first, end, ROW_LINES, LINES, RANKS, PTX)
+    _push_rows(x, own, peers, rank, channel, epoch, limit, first, end, ROW_LINES, LINES, RANKS, PTX)
     state = wait_for_flags(own, rank, channel, epoch, limit, 0, RANKS, PTX)
     if PREFETCH:
         following = _load_row(x, residual, buffer, rank, first, first, end, WIDTH, BLOCK, RANKS)
@@ -192,6 +192,7 @@ def push_all_reduce_add_rms_norm_quantize_kernel(
 @triton.jit
 def _push_rows(
     x: tl.tensor,
+    own: tl.tensor,
     peers: tl.tensor,
     rank: tl.tensor,
     channel: tl.tensor,
@@ -210,7 +211,7 @@ def _push_rows(
     """
     stores = may_store(limit)
     if is_refresh(epoch) & stores:
-        rewrite_words(peers, rank, channel, epoch, LINES, RANKS, PTX)
+        rewrite_words(own, peers, rank, channel, epoch, 0, LINES, RANKS, PTX)
     message = x.to(tl.pointer_type(tl.int64))
     region: tl.constexpr = _SLOT_BYTES // (RANKS * _LINE_BYTES) * _LINE_BYTES
     offset = plain_offset(epoch, channel, RANKS) + rank * region
