@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -132,7 +133,7 @@ def _compare_products(group: TensorParallelGroup) -> list[str]:
 
 
 def _judge_products(
-    name: str, found: list[tuple[torch.Tensor, torch.Tensor]], cases: list[tuple[torch.Tensor, ...]]
+    name: str, found: list[tuple[torch.Tensor, torch.Tensor]], cases: Sequence[tuple[torch.Tensor, ...]]
 ) -> list[str]:
     wrong = []
     for (normed, total), (*_, weight, expected) in zip(found, cases, strict=True):

@@ -59,7 +59,7 @@ def _count_polls(polls: tl.tensor, _ptx: bool) -> tl.tensor:
 
 
 if DEVICE.type == "cpu":
-    peer_memory.read_clock = gemv_all_reduce.read_clock = _count_polls
+    peer_memory.read_clock = vars(gemv_all_reduce)["read_clock"] = _count_polls
 
 
 def join(group: TensorParallelGroup, directory: str, polls: int = POLLS) -> SimulatedPeer:
@@ -140,7 +140,7 @@ def refresh(group: TensorParallelGroup, directory: str, kind: str, epoch: int) -
     sum_by(kind, make_message(group.tp_rank, 0, (8,), torch.float32), peer)
     group.all_reduce_min(0)
     channel_bytes = SLOT_LINES * 2 * LINE_BYTES
-    marked = []
+    marked: list[list[bool]] = []
     for channel in range(2):
         marked.append([])
         for source in (1 - group.tp_rank, group.tp_rank):
