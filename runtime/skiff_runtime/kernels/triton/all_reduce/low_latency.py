@@ -82,7 +82,7 @@ def low_latency_all_reduce_kernel(
     own = own_memory(table, rank)
     wait_for_dependencies(PDL)
     epoch = tl.load(epochs + channel) + 1
-    limit = wait_limit(control)
+    limit = wait_limit(control, "")
     tiles = tl.cdiv(lines, LINES)
     _push_tiles(x, own, peers, rank, channel, epoch, limit, tiles, lines, LINES, LINES, RANKS, PTX)
     state = tl.full((), 0, tl.int32)
@@ -140,7 +140,7 @@ def all_reduce_add_rms_norm_kernel(
     own = own_memory(table, rank)
     wait_for_dependencies(PDL)
     epoch = tl.load(epochs + channel) + 1
-    limit = wait_limit(control)
+    limit = wait_limit(control, "")
     _push_tiles(
         x, own, peers, rank, channel, epoch, limit, rows, rows * ROW_LINES, ROW_LINES, LINES, RANKS, PTX
     )
@@ -194,7 +194,7 @@ def all_reduce_add_rms_norm_quantize_kernel(
     own = own_memory(table, rank)
     wait_for_dependencies(PDL)
     epoch = tl.load(epochs + channel) + 1
-    limit = wait_limit(control)
+    limit = wait_limit(control, "")
     _push_tiles(
         x, own, peers, rank, channel, epoch, limit, rows, rows * ROW_LINES, ROW_LINES, LINES, RANKS, PTX
     )

@@ -142,7 +142,7 @@ def own_memory(table: tl.tensor, rank: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def wait_limit(control: tl.tensor, CACHE: tl.constexpr = "") -> tl.tensor:
+def wait_limit(control: tl.tensor, CACHE: tl.constexpr) -> tl.tensor:
     """Return how long a wait may take: no time once one has timed out. ``CACHE`` is the modifier of the loads."""
     failed = tl.load(control, cache_modifier=CACHE)
     return tl.where(failed != 0, -1, tl.load(control + 1, cache_modifier=CACHE))

@@ -81,7 +81,7 @@ def push_all_reduce_kernel(
     own = own_memory(table, rank)
     wait_for_dependencies(PDL)
     epoch = tl.load(epochs + channel) + 1
-    limit = wait_limit(control)
+    limit = wait_limit(control, "")
     stores = may_store(limit)
     message = x.to(tl.pointer_type(tl.int64))
     buffer = plain_offset(epoch, channel, RANKS)

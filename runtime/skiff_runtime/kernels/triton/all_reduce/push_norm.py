@@ -107,7 +107,7 @@ def push_all_reduce_add_rms_norm_kernel(
     own = own_memory(table, rank)
     wait_for_dependencies(PDL)
     epoch = tl.load(epochs + channel) + 1
-    limit = wait_limit(control)
+    limit = wait_limit(control, "")
     first = channel * chunk
     end = tl.minimum(first + chunk, rows)
     buffer = own + plain_offset(epoch, channel, RANKS)
@@ -168,7 +168,7 @@ def push_all_reduce_add_rms_norm_quantize_kernel(
     own = own_memory(table, rank)
     wait_for_dependencies(PDL)
     epoch = tl.load(epochs + channel) + 1
-    limit = wait_limit(control)
+    limit = wait_limit(control, "")
     first = channel * chunk
     end = tl.minimum(first + chunk, rows)
     buffer = own + plain_offset(epoch, channel, RANKS)
