@@ -8,12 +8,15 @@ from typing import Final
 
 from skiff_router import policies
 from skiff_router.upstream import Address
+from skiff_router.usage_log import STDOUT
 from skiff_runtime.config.api_keys import read_api_keys
 from skiff_runtime.contract import ENV_PREFIX, FLAG_API_KEY_FILE, FLAG_HOST, FLAG_PORT
 from skiff_runtime.errors import ConfigError
 
 DEFAULT_PORT: Final = 8080
 MAX_BACKENDS: Final = 1024
+FLAG_LIMITS_FILE: Final = "--limits-file"
+FLAG_USAGE_LOG: Final = "--usage-log"
 _BACKEND: Final = re.compile(
     r"(?P<model>[^=\s]+)=http://(?P<host>\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+):(?P<port>\d{1,5})/?"
 )
@@ -54,6 +57,8 @@ class RouterConfig:
     namespace: str | None
     policy: str
     api_key_file: str | None
+    limits_file: str | None
+    usage_log: str | None
     backend_api_key: str
     first_byte_timeout_seconds: float
     drain_timeout_seconds: float
@@ -101,6 +106,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="file of the API keys that clients need, a KEY or NAME: KEY on each line; read again when it changes. "
         "Without it, clients' keys are passed on, and pods check them",
+    )
+    parser.add_argument(
+        FLAG_LIMITS_FILE,
+        default=None,
+        metavar="FILE",
+        help="JSON file of limits for each key, {default: LIMITS, keys: {NAME: LIMITS}}, where LIMITS are "
+        "requestsPerMinute, tokensPerMinute and concurrency of this router; read again when it changes. "
+        f"Only with {FLAG_API_KEY_FILE}",
+    )
+    parser.add_argument(
+        FLAG_USAGE_LOG,
+        default=None,
+        metavar="FILE",
+        help=f"file to which a line of JSON is added for each request, with its tokens and the name of its key; "
+        f"{STDOUT}: the standard output",
     )
     parser.add_argument(
         "--backend-api-key-file",
@@ -160,6 +180,10 @@ def from_arguments(arguments: argparse.Namespace) -> RouterConfig:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least {least:g}")
     if not 0 <= arguments.port <= 65535:
         raise ConfigError(f"{FLAG_PORT} {arguments.port} is not a port; use 0 to 65535")
+    if arguments.limits_file is not None and arguments.api_key_file is None:
+        raise ConfigError(
+            f"{FLAG_LIMITS_FILE} without {FLAG_API_KEY_FILE} has no meaning; add {FLAG_API_KEY_FILE}"
+        )
     backend_key = ""
     if arguments.backend_api_key_file is not None:
         if arguments.api_key_file is None:
@@ -180,6 +204,8 @@ def from_arguments(arguments: argparse.Namespace) -> RouterConfig:
         namespace=arguments.namespace,
         policy=arguments.policy,
         api_key_file=arguments.api_key_file,
+        limits_file=arguments.limits_file,
+        usage_log=arguments.usage_log,
         backend_api_key=backend_key,
         first_byte_timeout_seconds=arguments.first_byte_timeout_seconds,
         drain_timeout_seconds=arguments.drain_timeout_seconds,

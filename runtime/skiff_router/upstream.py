@@ -19,6 +19,7 @@ IDLE_SECONDS: Final = 30.0
 """Shorter than a pod's own limit of 75 s, so that the router closes idle connections, and no request meets a closed one."""
 MAX_IDLE_CONNECTIONS: Final = 64
 MAX_HEAD_BYTES: Final = 1 << 16
+MAX_TRAILERS: Final = 8
 WRITE_HIGH_WATER_BYTES: Final = 1 << 18
 
 Headers = list[tuple[bytes, bytes]]
@@ -92,6 +93,8 @@ class UpstreamConnection(asyncio.Protocol):
         self._receiver: ResponseReceiver | None = None
         self._parser: httptools.HttpResponseParser | None = None
         self._headers: Headers = []
+        self.trailers: Headers = []
+        """The trailers of the response that has ended last, or ends."""
         self._head_bytes = 0
         self._in_head = True
         self._close_delimited = False
@@ -188,9 +191,11 @@ class UpstreamConnection(asyncio.Protocol):
             self.close()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Collect a header; after the body these are trailers, which are dropped."""
+        """Collect a header; after the body these are trailers, of which a few are kept."""
         if self._in_head:
             self._headers.append((name.lower(), value))
+        elif len(self.trailers) < MAX_TRAILERS:
+            self.trailers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         """Pass the head on."""
@@ -223,6 +228,7 @@ class UpstreamConnection(asyncio.Protocol):
         # A parser of its own for each response: one that failed or met a HEAD would carry its state on.
         self._parser = httptools.HttpResponseParser(self)
         self._headers = []
+        self.trailers = []
         self._head_bytes = 0
         self._in_head = True
         self._close_delimited = False

@@ -26,6 +26,8 @@ def make_config(backends: Mapping[str, tuple[Address, ...]], **changes: Any) -> 
         "namespace": None,
         "policy": "round-robin",
         "api_key_file": None,
+        "limits_file": None,
+        "usage_log": None,
         "backend_api_key": "",
         "first_byte_timeout_seconds": 30.0,
         "drain_timeout_seconds": 10.0,
