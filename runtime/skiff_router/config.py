@@ -33,7 +33,7 @@ that hang, drain or refuse connections get no requests until a probe of /readyz 
   GET /livez, /readyz, /metrics
   POST /v1/...     to a pod of the body's 'model', which is the name of a model or, with
                    --kubernetes, NAMESPACE/NAME of an InferenceService; so do /rerank,
-                   /score, /tokenize and /detokenize
+                   /score, /tokenize and /detokenize, and /generate by X-Skiff-Model
 
 examples:
   skiff router --backend llama=http://10.0.0.7:8000 --backend llama=http://10.0.0.8:8000

@@ -21,6 +21,7 @@ class _Model(msgspec.Struct):
 
 class _Spec(msgspec.Struct):
     model: _Model = msgspec.field(default_factory=_Model)
+    replicas: int = 1
 
 
 class InferenceService(KubernetesObject):
@@ -131,6 +132,7 @@ class Discovery:
             self._models[key] = model
             self._registry.put(key, model)
             self._update(key)
+        self._registry.put(key, model).replicas = service.spec.replicas
 
     def _remove(self, key: str) -> None:
         del self._models[key]

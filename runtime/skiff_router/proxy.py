@@ -16,7 +16,7 @@ from skiff_router.metering import Meter, Metering
 from skiff_router.metrics import RouterMetrics
 from skiff_router.policies import Policy
 from skiff_router.relay import REFUSALS, Broken, ClientWriter, Outcome, Relay, Reply, Streamed
-from skiff_router.request import read_model, replace_model
+from skiff_router.request import MODEL_HEADER, read_header_model, read_model, replace_model
 from skiff_router.retries import MAX_ATTEMPTS, RetryBudget
 from skiff_router.upstream import Failure, UpstreamConnection, UpstreamError
 from skiff_runtime import contract, log
@@ -43,6 +43,7 @@ _NOT_FORWARDED: Final = frozenset(
         b"transfer-encoding",
         b"upgrade",
         b"x-request-id",
+        MODEL_HEADER,
         USAGE_HEADER,
     }
 )
@@ -207,10 +208,11 @@ class _RoutedRequest:
         self._finish(CLIENT_CLOSED_REQUEST)
 
     def _route(self) -> Backend:
-        requested = read_model(self._body)
+        is_native = self._scope["path"] == contract.PATH_GENERATE
+        requested = read_header_model(self._scope["headers"]) if is_native else read_model(self._body)
         backend = self._context.registry.find(requested)
         self._model, self._service = backend.model, backend.key
-        if requested != backend.model:
+        if requested != backend.model and not is_native:
             self._body = replace_model(self._body, backend.model)
         return backend
 

@@ -271,13 +271,33 @@ def test_models_and_probes_and_unknown_paths_are_answered_by_the_router() -> Non
             config = make_config({"m1": (a.address, b.address), "m0": (b.address,)})
             async with router(config) as running:
                 models = (await running.client.get("/v1/models")).json()["data"]
-                assert [(each["id"], each["ready"], each["pods"]) for each in models] == [
-                    ("m0", True, {"available": 1}),
-                    ("m1", True, {"available": 2}),
+                assert [(each["id"], each["state"], each["pods"]) for each in models] == [
+                    ("m0", "ready", {"available": 1}),
+                    ("m1", "ready", {"available": 2}),
                 ]
                 assert (await running.client.get("/readyz")).status_code == 200
                 assert (await running.client.get("/nothing")).status_code == 404
                 assert (await running.client.get(CHAT)).status_code == 405
+                assert not a.requests
+
+    run(test())
+
+
+def test_native_endpoint_is_routed_by_a_header_and_its_body_is_left_as_it_is() -> None:
+    async def test() -> None:
+        async with pods(says("a"), says("b")) as (a, b):
+            config = make_config({"a": (a.address,), "b": (b.address,)})
+            async with router(config) as running:
+                body = {"text": "x", "stream": False}
+                reply = await running.post("/generate", body, headers={"x-skiff-model": "b"})
+                assert reply.json() == {"pod": "b"}
+                assert b.requests[0].body == json.dumps(body).encode()
+                assert "x-skiff-model" not in b.requests[0].headers
+                missing = await running.post("/generate", body)
+                assert (missing.status_code, missing.json()["error"]["param"]) == (400, "x-skiff-model")
+                unknown = await running.post("/generate", body, headers={"x-skiff-model": "z"})
+                assert unknown.status_code == 404
+                assert "models: a, b" in unknown.json()["error"]["message"]
                 assert not a.requests
 
     run(test())
