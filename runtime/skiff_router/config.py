@@ -10,16 +10,20 @@ from skiff_router import policies
 from skiff_router.upstream import Address
 from skiff_router.usage_log import STDOUT
 from skiff_runtime.config.api_keys import read_api_keys
-from skiff_runtime.contract import ENV_PREFIX, FLAG_API_KEY_FILE, FLAG_HOST, FLAG_PORT
+from skiff_runtime.contract import FLAG_API_KEY_FILE, FLAG_HOST, FLAG_PORT
 from skiff_runtime.errors import ConfigError
 
 DEFAULT_PORT: Final = 8080
 MAX_BACKENDS: Final = 1024
+MAX_NAMESPACES: Final = 64
+"""Each costs the API server two watches."""
 FLAG_LIMITS_FILE: Final = "--limits-file"
 FLAG_USAGE_LOG: Final = "--usage-log"
 _BACKEND: Final = re.compile(
     r"(?P<model>[^=\s]+)=http://(?P<host>\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+):(?P<port>\d{1,5})/?"
 )
+
+_NAMESPACE: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 
 DESCRIPTION: Final = (
     "Serve all models under one URL: route each request by its model to a pod that is ready and least loaded."
@@ -47,14 +51,14 @@ class RouterConfig:
     """The options of one router.
 
     ``backends``: addresses of pods by the name of their model; empty with ``kubernetes``, where InferenceServices name
-    them, those of ``namespace`` or of all namespaces if it is None.
+    them, those of ``namespaces`` or of all namespaces if it is empty.
     """
 
     host: str
     port: int
     backends: dict[str, tuple[Address, ...]]
     kubernetes: bool
-    namespace: str | None
+    namespaces: tuple[str, ...]
     policy: str
     api_key_file: str | None
     limits_file: str | None
@@ -90,9 +94,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--namespace",
-        default=None,
+        action="append",
+        default=[],
         metavar="NAME",
-        help="only those of one namespace (default: all)",
+        help="only those of this namespace; may be repeated (default: all)",
     )
     parser.add_argument(
         "--policy",
@@ -160,7 +165,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--log-level",
         choices=("debug", "info", "warning", "error"),
         default="info",
-        help=f"also ${ENV_PREFIX}LOG_LEVEL (default: %(default)s)",
+        help="(default: %(default)s)",
     )
 
 
@@ -194,14 +199,22 @@ def from_arguments(arguments: argparse.Namespace) -> RouterConfig:
         backend_key = _read_single_key(arguments.backend_api_key_file)
     if arguments.kubernetes == bool(arguments.backend):
         raise ConfigError("give either --kubernetes, or at least one --backend MODEL=http://HOST:PORT")
-    if arguments.namespace is not None and not arguments.kubernetes:
+    if arguments.namespace and not arguments.kubernetes:
         raise ConfigError("--namespace without --kubernetes has no meaning; add --kubernetes")
+    if len(arguments.namespace) > MAX_NAMESPACES:
+        raise ConfigError(
+            f"--namespace is given {len(arguments.namespace)} times; the limit is {MAX_NAMESPACES}; without it, "
+            "all namespaces are served"
+        )
+    for name in arguments.namespace:
+        if not _NAMESPACE.fullmatch(name):
+            raise ConfigError(f"--namespace {name!r} is not the name of a namespace")
     return RouterConfig(
         host=arguments.host,
         port=arguments.port,
         backends=_parse_backends(arguments.backend),
         kubernetes=arguments.kubernetes,
-        namespace=arguments.namespace,
+        namespaces=tuple(dict.fromkeys(arguments.namespace)),
         policy=arguments.policy,
         api_key_file=arguments.api_key_file,
         limits_file=arguments.limits_file,

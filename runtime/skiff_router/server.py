@@ -49,7 +49,7 @@ class RouterServer:
             self._registry.put(model, model).update({address: str(address) for address in addresses})
         self._discovery = None
         if access is not None:
-            self._discovery = KubernetesDiscovery(access, self._registry, config.namespace)
+            self._discovery = KubernetesDiscovery(access, self._registry, config.namespaces)
         self._exchanges = exchanges = Exchanges()
         self._limits_file: ReloadedFile[Limits] | None = None
         if config.limits_file is not None:

@@ -52,7 +52,7 @@ def test_router_follows_the_cluster_also_over_a_restart(api: ApiServer, plane: C
                 await asyncio.sleep(0.05)
 
     async def test() -> None:
-        discovery = KubernetesDiscovery(_access(plane), registry, api.namespace)
+        discovery = KubernetesDiscovery(_access(plane), registry, (api.namespace,))
         running = asyncio.get_running_loop().create_task(discovery.run())
         try:
             await until(lambda: discovery.is_synced)

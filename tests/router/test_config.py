@@ -25,6 +25,8 @@ def parse(*words: str) -> RouterConfig:
         (("--kubernetes", BACKEND), "either --kubernetes, or at least one --backend"),
         (("--backend=a=https://x",), "--backend 'a=https://x' is not"),
         ((BACKEND, "--namespace=shop"), "--namespace without --kubernetes"),
+        (("--kubernetes", "--namespace=a/b"), "--namespace 'a/b' is not"),
+        (("--kubernetes", *(f"--namespace=n{each}" for each in range(65))), "--namespace is given 65 times"),
         ((BACKEND, "--port=65536"), "--port 65536"),
         ((BACKEND, "--max-connections=0"), "--max-connections must be at least 1"),
         ((BACKEND, "--limits-file=/limits"), "--limits-file without --api-key-file"),

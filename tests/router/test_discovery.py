@@ -122,6 +122,18 @@ def test_name_that_several_services_have_means_none_of_them(registry: Registry, 
     assert registry.find("llama").key == "shop/a"
 
 
+def test_list_of_one_namespace_leaves_the_others(registry: Registry, discovery: Discovery) -> None:
+    discovery.list_services([service("a")], "shop")
+    discovery.list_services([service("b", "bank")], "bank")
+    discovery.list_slices([slice_of("a", endpoint("10.0.0.1"))], "shop")
+    discovery.list_slices([], "bank")
+    assert states(registry, "a") == {"10.0.0.1": "available"}
+    discovery.list_services([], "bank")
+    assert [backend.key for backend in registry.backends] == ["shop/a"]
+    discovery.list_slices([], "shop")
+    assert states(registry, "a") == {}
+
+
 def test_models_are_listed_by_the_names_that_find_them(registry: Registry, discovery: Discovery) -> None:
     discovery.list_services([service("a", model="llama"), service("b", "bank", model="llama"), service("c")])
     names = [registry.public_name(backend) for backend in registry.backends]

@@ -23,7 +23,7 @@ def make_config(backends: Mapping[str, tuple[Address, ...]], **changes: Any) -> 
         "port": 0,
         "backends": dict(backends),
         "kubernetes": False,
-        "namespace": None,
+        "namespaces": (),
         "policy": "round-robin",
         "api_key_file": None,
         "limits_file": None,
