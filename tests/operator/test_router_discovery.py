@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 import yaml
 from apiserver import APPLY, ApiServer, Refused, credentials
 from controlplane import ControlPlane
@@ -171,4 +172,4 @@ def test_router_follows_the_cluster_also_over_a_restart(
         finally:
             running.cancel()
 
-    asyncio.run(test())
+    uvloop.run(test())

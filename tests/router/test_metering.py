@@ -3,21 +3,16 @@
 import asyncio
 import json
 import os
-from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from fake_pod import STREAM_HEAD, Answer, PodRequest, chunk, event, json_response, pods
-from routers import RunningRouter, make_config, router, until
+from routers import RunningRouter, make_config, router, run, until
 
 CHAT = "/v1/chat/completions"
 USAGE = {"prompt_tokens": 12, "completion_tokens": 5, "prompt_tokens_details": {"cached_tokens": 4}}
-
-
-def run(test: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(test, 60))
 
 
 async def empty(request: PodRequest, writer: asyncio.StreamWriter) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import Coroutine
 from typing import Any
 
 import pytest
@@ -16,13 +15,9 @@ from fake_pod import (
     json_response,
     pods,
 )
-from routers import make_config, routed, router, until
+from routers import make_config, routed, router, run, until
 
 CHAT = "/v1/chat/completions"
-
-
-def run(test: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(test, 60))
 
 
 def says(text: str) -> Answer:

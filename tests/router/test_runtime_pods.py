@@ -1,6 +1,5 @@
 """The router in front of the runtime's own front processes, as in a cluster."""
 
-import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +8,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from frontend import NAME, Echo, Frontend, running_frontend, write_model
-from routers import make_config, router, until
+from routers import make_config, router, run, until
 
 from skiff_router.upstream import Address
 
@@ -56,7 +55,7 @@ def test_tokens_of_every_endpoint_are_counted_as_the_runtime_counts_them(
 
     names = ("skiff_prompt_tokens_total", "skiff_cached_tokens_total", "skiff_generation_tokens_total")
     before = [front.metric(name) for name in names]
-    asyncio.run(asyncio.wait_for(test(), 60))
+    run(test())
     lines = [json.loads(line) for line in usage.read_text().splitlines()]
     assert [line["endpoint"] for line in lines] == [path for path, _ in BODIES]
     assert not any(line["estimated"] for line in lines)
