@@ -23,6 +23,7 @@ from skiff_runtime import contract, log
 from skiff_runtime.api.http.anthropic_errors import ANTHROPIC_PATHS, anthropic_error
 from skiff_runtime.api.http.asgi import Receive, Scope, Send
 from skiff_runtime.api.http.request_body import BodyReader, ClientDisconnected
+from skiff_runtime.api.http.request_headers import parse_deadline
 from skiff_runtime.api.http.responses import error_body, get_request_id, get_response_headers, send_error
 from skiff_runtime.api.http.usage_header import USAGE_HEADER
 from skiff_runtime.errors import CLIENT_CLOSED_REQUEST, RequestError, Unavailable
@@ -106,7 +107,7 @@ class Exchanges:
     def fail(self, endpoint: Endpoint, reason: str) -> None:
         """Fail every exchange with a pod; those without a first byte are retried on other pods."""
         for relay, connection in list(self._relays.get(endpoint, {}).items()):
-            connection.abort()
+            connection.abort(relay)
             relay.on_failure(UpstreamError(Failure.TIMEOUT, reason))
 
 
@@ -133,6 +134,8 @@ class Proxy:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         try:
+            # A malformed header is refused as pods refuse it: at once, before the body is read.
+            parse_deadline(scope["headers"], 0.0)
             body = await self._body.read(scope["headers"], receive)
             meter = self._context.metering.begin(scope, len(body))
         except ClientDisconnected:
@@ -287,7 +290,7 @@ class _RoutedRequest:
             elif isinstance(outcome, Broken) and outcome.begun:
                 await self._end_broken(relay, outcome.error)
         except asyncio.CancelledError:
-            connection.abort()
+            connection.abort(relay)
             raise
         finally:
             timer.cancel()
@@ -374,7 +377,7 @@ def _is_retryable(outcome: Outcome) -> bool:
 
 def _expire(relay: Relay, connection: UpstreamConnection, limit: float) -> None:
     if not relay.first_byte_at:
-        connection.abort()
+        connection.abort(relay)
         relay.on_failure(UpstreamError(Failure.TIMEOUT, f"no byte of a response within {limit:g} s"))
 
 

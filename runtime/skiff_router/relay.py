@@ -101,6 +101,10 @@ class ClientWriter:
             return
         raise AssertionError("the head of a response is written at once")
 
+    def release_source(self) -> None:
+        """Leave the pod's connection alone from now on: its response is complete, and it may carry the next one."""
+        self._source = None
+
     def write(self, data: bytes) -> None:
         """Write a piece of the body, not empty."""
         if self._draining is None and self._write_chunk(data):
@@ -203,6 +207,7 @@ class Relay:
         if self._held is not None:
             self._set(Reply(self._status, self._headers, b"".join(self._held)))
         else:
+            self._writer.release_source()
             self._set(Streamed(self._status))
 
     def on_failure(self, error: UpstreamError) -> None:

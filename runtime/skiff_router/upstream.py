@@ -100,6 +100,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._close_delimited = False
         self._without_body = False
         self._reusable = False
+        self._paused = False
         self._exchanges = 0
         self.idle_since = 0.0
 
@@ -121,19 +122,26 @@ class UpstreamConnection(asyncio.Protocol):
         self._transport.writelines(request)
 
     def pause(self) -> None:
-        """Stop reading: the client does not take what arrives."""
-        if self.is_open:
+        """Stop reading, until ``resume`` or the end of the response: the client does not take what arrives."""
+        if self.is_open and not self._paused:
             assert self._transport is not None
+            self._paused = True
             self._transport.pause_reading()
 
     def resume(self) -> None:
         """Read again."""
-        if self.is_open:
+        if self.is_open and self._paused:
             assert self._transport is not None
+            self._paused = False
             self._transport.resume_reading()
 
-    def abort(self) -> None:
-        """End the connection at once, without a call of the receiver; the pod notices that its client has left."""
+    def abort(self, receiver: ResponseReceiver) -> None:
+        """End the connection at once, without a call of ``receiver``; the pod notices that its client has left.
+
+        No-op if the response is complete: the connection may carry the exchange of another receiver by now.
+        """
+        if self._receiver is not receiver:
+            return
         self._receiver = None
         if self._transport is not None:
             self._transport.abort()
@@ -239,6 +247,7 @@ class UpstreamConnection(asyncio.Protocol):
         if receiver is None:
             return
         receiver.on_end()
+        self.resume()  # a slow client holds up its own response, not the next one on this connection
         if self._reusable and self.is_open:
             self._on_idle(self)
         else:

@@ -313,6 +313,17 @@ def test_keys_are_checked_here_and_not_passed_on(tmp_path: Any) -> None:
     run(test())
 
 
+def test_malformed_deadline_is_refused_here() -> None:
+    async def test() -> None:
+        async with routed(says("a")) as (running, (pod,)):
+            headers = {"x-request-timeout-seconds": "soon"}
+            reply = await running.post(CHAT, {"model": "a"}, headers=headers)
+            assert (reply.status_code, reply.json()["error"]["param"]) == (400, "x-request-timeout-seconds")
+            assert not pod.requests
+
+    run(test())
+
+
 def test_all_pods_failing_is_one_error() -> None:
     async def test() -> None:
         async with routed(resets, resets) as (running, _):
