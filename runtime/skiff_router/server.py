@@ -44,6 +44,7 @@ class RouterServer:
         self.port: int | None = None
         self._config = config
         self._draining = False
+        self._error: BaseException | None = None
         self._registry = Registry()
         for model, addresses in config.backends.items():
             self._registry.put(model, model).update({address: str(address) for address in addresses})
@@ -100,7 +101,10 @@ class RouterServer:
         )
 
     async def serve(self) -> None:
-        """Serve until SIGTERM or SIGINT, and until the requests that run then have ended."""
+        """Serve until SIGTERM or SIGINT, and until the requests that run then have ended.
+
+        Raises an error of a task in the background, after which the router would act on what it knew before.
+        """
         listener = listen(self._config.host, self._config.port)
         loop = asyncio.get_running_loop()
         tasks = [loop.create_task(self._prober.run())]
@@ -113,6 +117,8 @@ class RouterServer:
             self._warn_of_unknown_names()
             watch = self._limits_file.watch(on_change=self._take_limits, on_failure=self._keep_limits)
             tasks.append(loop.create_task(watch))
+        for task in tasks:
+            task.add_done_callback(self._end_if_failed)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.drain)
         self.port = listener.getsockname()[1]
@@ -125,6 +131,14 @@ class RouterServer:
             if self._usage_log is not None:
                 await asyncio.to_thread(self._usage_log.close)
         log.event("router_stopped")
+        if self._error is not None:
+            raise self._error
+
+    def _end_if_failed(self, task: asyncio.Task[None]) -> None:
+        """Stop if a task in the background has failed."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._error = error
+            self.stop()
 
     def _take_keys(self, success: bool) -> None:
         """Record a reload of the keys, and forget the use of those that are gone."""

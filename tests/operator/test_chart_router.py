@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helm import Helm, HelmError
+import yaml
+from helm import CHART, Helm, HelmError
 
 from skiff_operator.settings import from_arguments
+from skiff_router import policies
 from skiff_router.config import DEFAULT_PORT, RouterConfig, add_arguments
 from skiff_router.config import from_arguments as router_config
 from skiff_router.limits import KeyLimits, read_limits
@@ -164,6 +166,13 @@ def test_keys_and_limits_are_mounted_where_the_router_reads_them(helm: Helm, tmp
     limits = read_limits(found.limits_file, "--limits-file")
     assert limits.of("team-a") == KeyLimits(60, concurrency=None)
     assert limits.of("other").requests_per_minute == 60
+
+
+def test_policies_are_those_of_the_router() -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text())["properties"]["router"]["properties"]
+    assert sorted(schema["policy"]["enum"]) == sorted(policies.NAMES)
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    assert values["router"]["policy"] == policies.NAMES[0], "the router's default"
 
 
 @pytest.mark.parametrize(

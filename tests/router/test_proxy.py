@@ -17,6 +17,9 @@ from fake_pod import (
 )
 from routers import make_config, routed, router, run, until
 
+from skiff_router.prober import Prober
+from skiff_router.server import RouterServer
+
 CHAT = "/v1/chat/completions"
 
 
@@ -320,6 +323,20 @@ def test_malformed_deadline_is_refused_here() -> None:
             reply = await running.post(CHAT, {"model": "a"}, headers=headers)
             assert (reply.status_code, reply.json()["error"]["param"]) == (400, "x-request-timeout-seconds")
             assert not pod.requests
+
+    run(test())
+
+
+def test_router_ends_when_a_task_in_the_background_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would otherwise route to pods that hang, for nobody probes them."""
+
+    async def fail(prober: Prober) -> None:
+        raise RuntimeError("a bug")
+
+    async def test() -> None:
+        monkeypatch.setattr(Prober, "run", fail)
+        with pytest.raises(RuntimeError, match="a bug"):
+            await RouterServer(make_config({"a": ()})).serve()
 
     run(test())
 

@@ -23,9 +23,9 @@ from skiff_router.upstream import Address
 EXIT_SECONDS: Final = 30
 
 
-def run(test: Coroutine[Any, Any, None]) -> None:
-    """Run a test in an event loop of uvloop, as the router's process does, for 60 s at most."""
-    uvloop.run(asyncio.wait_for(test, 60))
+def run(test: Coroutine[Any, Any, None], timeout_seconds: float = 60) -> None:
+    """Run a test in an event loop of uvloop, as the router's process does."""
+    uvloop.run(asyncio.wait_for(test, timeout_seconds))
 
 
 def make_config(backends: Mapping[str, tuple[Address, ...]], **changes: Any) -> RouterConfig:
