@@ -36,6 +36,7 @@ class Settings:
     allow_privileged_pods: bool = False
     model_caches: bool = False
     model_cache_chown: bool = True
+    router_exclusive: bool = False
     gpu_resource_name: str = "nvidia.com/gpu"
     upgrade_policy: str = "Manual"
     upgrade_max_unavailable: int = 1
@@ -121,6 +122,8 @@ _HELP: Final = {
     "other ServiceAccounts, and tokens of the API server",
     "model_caches": "serve ModelCaches, whose fetchers run in the namespace of the Lease; needs all namespaces",
     "model_cache_chown": "give directories of ModelCaches to the fetchers' user by an init container that is root",
+    "router_exclusive": "where spec.networkPolicy has no from, only the namespace of the Lease, in which the router is, may "
+    "use the API, and not the pods of the InferenceService's own namespace",
     "gpu_resource_name": "extended resource that each rank requests once, when the spec names none",
     "upgrade_policy": "Manual: pods keep the template of an older operator until `skiff rollout upgrade`; "
     "Waves: a few InferenceServices at a time adopt the present one",

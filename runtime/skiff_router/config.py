@@ -8,15 +8,22 @@ from typing import Final
 
 from skiff_router import policies
 from skiff_router.upstream import Address
+from skiff_router.usage_log import STDOUT
 from skiff_runtime.config.api_keys import read_api_keys
-from skiff_runtime.contract import ENV_PREFIX, FLAG_API_KEY_FILE, FLAG_HOST, FLAG_PORT
+from skiff_runtime.contract import FLAG_API_KEY_FILE, FLAG_HOST, FLAG_PORT
 from skiff_runtime.errors import ConfigError
 
 DEFAULT_PORT: Final = 8080
 MAX_BACKENDS: Final = 1024
+MAX_NAMESPACES: Final = 64
+"""Each costs the API server two watches."""
+FLAG_LIMITS_FILE: Final = "--limits-file"
+FLAG_USAGE_LOG: Final = "--usage-log"
 _BACKEND: Final = re.compile(
     r"(?P<model>[^=\s]+)=http://(?P<host>\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+):(?P<port>\d{1,5})/?"
 )
+
+_NAMESPACE: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 
 DESCRIPTION: Final = (
     "Serve all models under one URL: route each request by its model to a pod that is ready and least loaded."
@@ -30,7 +37,7 @@ that hang, drain or refuse connections get no requests until a probe of /readyz 
   GET /livez, /readyz, /metrics
   POST /v1/...     to a pod of the body's 'model', which is the name of a model or, with
                    --kubernetes, NAMESPACE/NAME of an InferenceService; so do /rerank,
-                   /score, /tokenize and /detokenize
+                   /score, /tokenize and /detokenize, and /generate by X-Skiff-Model
 
 examples:
   skiff router --backend llama=http://10.0.0.7:8000 --backend llama=http://10.0.0.8:8000
@@ -44,16 +51,18 @@ class RouterConfig:
     """The options of one router.
 
     ``backends``: addresses of pods by the name of their model; empty with ``kubernetes``, where InferenceServices name
-    them, those of ``namespace`` or of all namespaces if it is None.
+    them, those of ``namespaces`` or of all namespaces if it is empty.
     """
 
     host: str
     port: int
     backends: dict[str, tuple[Address, ...]]
     kubernetes: bool
-    namespace: str | None
+    namespaces: tuple[str, ...]
     policy: str
     api_key_file: str | None
+    limits_file: str | None
+    usage_log: str | None
     backend_api_key: str
     first_byte_timeout_seconds: float
     drain_timeout_seconds: float
@@ -85,9 +94,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--namespace",
-        default=None,
+        action="append",
+        default=[],
         metavar="NAME",
-        help="only those of one namespace (default: all)",
+        help="only those of this namespace; may be repeated (default: all)",
     )
     parser.add_argument(
         "--policy",
@@ -101,6 +111,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="file of the API keys that clients need, a KEY or NAME: KEY on each line; read again when it changes. "
         "Without it, clients' keys are passed on, and pods check them",
+    )
+    parser.add_argument(
+        FLAG_LIMITS_FILE,
+        default=None,
+        metavar="FILE",
+        help="JSON file of limits for each key, {default: LIMITS, keys: {NAME: LIMITS}}, where LIMITS are "
+        "requestsPerMinute, tokensPerMinute and concurrency of this router; read again when it changes. "
+        f"Only with {FLAG_API_KEY_FILE}",
+    )
+    parser.add_argument(
+        FLAG_USAGE_LOG,
+        default=None,
+        metavar="FILE",
+        help=f"file to which a line of JSON is added for each request, with its tokens and the name of its key; "
+        f"{STDOUT}: the standard output",
     )
     parser.add_argument(
         "--backend-api-key-file",
@@ -140,7 +165,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--log-level",
         choices=("debug", "info", "warning", "error"),
         default="info",
-        help=f"also ${ENV_PREFIX}LOG_LEVEL (default: %(default)s)",
+        help="(default: %(default)s)",
     )
 
 
@@ -160,6 +185,10 @@ def from_arguments(arguments: argparse.Namespace) -> RouterConfig:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least {least:g}")
     if not 0 <= arguments.port <= 65535:
         raise ConfigError(f"{FLAG_PORT} {arguments.port} is not a port; use 0 to 65535")
+    if arguments.limits_file is not None and arguments.api_key_file is None:
+        raise ConfigError(
+            f"{FLAG_LIMITS_FILE} without {FLAG_API_KEY_FILE} has no meaning; add {FLAG_API_KEY_FILE}"
+        )
     backend_key = ""
     if arguments.backend_api_key_file is not None:
         if arguments.api_key_file is None:
@@ -170,16 +199,26 @@ def from_arguments(arguments: argparse.Namespace) -> RouterConfig:
         backend_key = _read_single_key(arguments.backend_api_key_file)
     if arguments.kubernetes == bool(arguments.backend):
         raise ConfigError("give either --kubernetes, or at least one --backend MODEL=http://HOST:PORT")
-    if arguments.namespace is not None and not arguments.kubernetes:
+    if arguments.namespace and not arguments.kubernetes:
         raise ConfigError("--namespace without --kubernetes has no meaning; add --kubernetes")
+    if len(arguments.namespace) > MAX_NAMESPACES:
+        raise ConfigError(
+            f"--namespace is given {len(arguments.namespace)} times; the limit is {MAX_NAMESPACES}; without it, "
+            "all namespaces are served"
+        )
+    for name in arguments.namespace:
+        if not _NAMESPACE.fullmatch(name):
+            raise ConfigError(f"--namespace {name!r} is not the name of a namespace")
     return RouterConfig(
         host=arguments.host,
         port=arguments.port,
         backends=_parse_backends(arguments.backend),
         kubernetes=arguments.kubernetes,
-        namespace=arguments.namespace,
+        namespaces=tuple(dict.fromkeys(arguments.namespace)),
         policy=arguments.policy,
         api_key_file=arguments.api_key_file,
+        limits_file=arguments.limits_file,
+        usage_log=arguments.usage_log,
         backend_api_key=backend_key,
         first_byte_timeout_seconds=arguments.first_byte_timeout_seconds,
         drain_timeout_seconds=arguments.drain_timeout_seconds,

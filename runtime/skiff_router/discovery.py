@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -21,6 +22,7 @@ class _Model(msgspec.Struct):
 
 class _Spec(msgspec.Struct):
     model: _Model = msgspec.field(default_factory=_Model)
+    replicas: int = 1
 
 
 class InferenceService(KubernetesObject):
@@ -89,10 +91,10 @@ class Discovery:
         self._models: dict[str, str] = {}
         self._slices: dict[str, dict[str, list[PodState]]] = {}
 
-    def list_services(self, services: Sequence[InferenceService]) -> None:
-        """Replace all InferenceServices."""
+    def list_services(self, services: Sequence[InferenceService], namespace: str = "") -> None:
+        """Replace all InferenceServices of a namespace, "" for those of all."""
         found = {_key(each): each for each in services}
-        for key in [key for key in self._models if key not in found]:
+        for key in [key for key in self._models if _is_in(key, namespace) and key not in found]:
             self._remove(key)
         for service in services:
             self._put(service)
@@ -104,13 +106,14 @@ class Discovery:
         else:
             self._put(service)
 
-    def list_slices(self, slices: Sequence[EndpointSlice]) -> None:
-        """Replace all EndpointSlices."""
-        self._slices = {}
+    def list_slices(self, slices: Sequence[EndpointSlice], namespace: str = "") -> None:
+        """Replace all EndpointSlices of a namespace, "" for those of all."""
+        self._slices = {key: known for key, known in self._slices.items() if not _is_in(key, namespace)}
         for each in slices:
             self._slices.setdefault(_service_key(each), {})[each.metadata.name] = pods_of(each)
         for key in self._models:
-            self._update(key)
+            if _is_in(key, namespace):
+                self._update(key)
 
     def change_slice(self, event: EventType, slice_: EndpointSlice) -> None:
         """Apply a change of an EndpointSlice."""
@@ -131,6 +134,7 @@ class Discovery:
             self._models[key] = model
             self._registry.put(key, model)
             self._update(key)
+        self._registry.put(key, model).replicas = service.spec.replicas
 
     def _remove(self, key: str) -> None:
         del self._models[key]
@@ -150,38 +154,46 @@ class Discovery:
 
 
 class KubernetesDiscovery:
-    """The two streams of one namespace, or of all, that feed a ``Discovery``."""
+    """The two streams of each namespace, or of all, that feed a ``Discovery``."""
 
-    def __init__(self, access: ClusterAccess, registry: Registry, namespace: str | None) -> None:
+    def __init__(self, access: ClusterAccess, registry: Registry, namespaces: Sequence[str]) -> None:
+        """``namespaces``: those that are followed; all if there are none."""
         discovery = Discovery(registry)
-        scope = f"/namespaces/{namespace}" if namespace else ""
-        self._services = ObjectStream(
-            access,
-            f"/apis/{contract.API_GROUP}/{contract.API_VERSION}{scope}/inferenceservices",
-            InferenceService,
-            selector="",
-            on_list=discovery.list_services,
-            on_event=discovery.change_service,
-        )
-        self._slices = ObjectStream(
-            access,
-            f"/apis/discovery.k8s.io/v1{scope}/endpointslices",
-            EndpointSlice,
-            selector=contract.LABEL_SERVICE,
-            on_list=discovery.list_slices,
-            on_event=discovery.change_slice,
-        )
+        self._streams: list[ObjectStream[InferenceService] | ObjectStream[EndpointSlice]] = []
+        for namespace in namespaces or [""]:
+            scope = f"/namespaces/{namespace}" if namespace else ""
+            services = ObjectStream(
+                access,
+                f"/apis/{contract.API_GROUP}/{contract.API_VERSION}{scope}/inferenceservices",
+                InferenceService,
+                selector="",
+                on_list=partial(discovery.list_services, namespace=namespace),
+                on_event=discovery.change_service,
+            )
+            slices = ObjectStream(
+                access,
+                f"/apis/discovery.k8s.io/v1{scope}/endpointslices",
+                EndpointSlice,
+                selector=contract.LABEL_SERVICE,
+                on_list=partial(discovery.list_slices, namespace=namespace),
+                on_event=discovery.change_slice,
+            )
+            self._streams += [services, slices]
 
     async def run(self) -> None:
         """Follow the cluster for ever."""
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._services.run())
-            group.create_task(self._slices.run())
+            for stream in self._streams:
+                group.create_task(stream.run())
 
     @property
     def is_synced(self) -> bool:
-        """Return whether both kinds were listed once."""
-        return self._services.is_synced and self._slices.is_synced
+        """Return whether both kinds were listed once in each namespace."""
+        return all(stream.is_synced for stream in self._streams)
+
+
+def _is_in(key: str, namespace: str) -> bool:
+    return not namespace or key.startswith(f"{namespace}/")
 
 
 def _key(obj: KubernetesObject) -> str:

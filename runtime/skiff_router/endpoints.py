@@ -22,6 +22,7 @@ MAX_LISTED_NAMES: Final = 50
 """Models that the error for an unknown one lists."""
 
 EndpointState = Literal["available", "draining", "ejected", "not_ready"]
+BackendState = Literal["ready", "loading", "at_zero"]
 
 
 @dataclass(eq=False, slots=True)
@@ -93,12 +94,21 @@ class Backend:
     """The pods that serve one model: those of an InferenceService, or those that ``--backend`` names.
 
     ``key`` is ``namespace/name`` of the InferenceService, or the model's name. ``endpoints`` are in the order of their names,
-    so that routers which see the same pods see them in the same order.
+    so that routers which see the same pods see them in the same order. ``replicas``: the pods that it is to have, None if that
+    is not known.
     """
 
     key: str
     model: str
+    replicas: int | None = None
     endpoints: list[Endpoint] = field(default_factory=list)
+
+    @property
+    def state(self) -> BackendState:
+        """Return whether requests are served, pods are awaited, or there are to be none."""
+        if any(endpoint.is_available for endpoint in self.endpoints):
+            return "ready"
+        return "at_zero" if self.replicas == 0 else "loading"
 
     def available(self) -> list[Endpoint]:
         """Return the pods to which new requests may be sent, in the order of their names."""
@@ -176,9 +186,13 @@ class Registry:
             param="model",
         )
 
+    def public_name(self, backend: Backend) -> str:
+        """Return the name by which clients request a backend: its model's, or its key where others have the same."""
+        return backend.model if len(self._by_model[backend.model]) == 1 else backend.key
+
     def _names(self) -> list[str]:
-        """Return some of the names of models, in order."""
-        names = sorted(self._by_model)
+        """Return some of the names by which models are requested, in order."""
+        names = sorted(self.public_name(backend) for backend in self._backends.values())
         return names if len(names) <= MAX_LISTED_NAMES else [*names[:MAX_LISTED_NAMES], "..."]
 
     def _index(self) -> None:

@@ -12,17 +12,20 @@ from typing import Final
 
 from skiff_router.endpoints import Backend, Endpoint, Registry
 from skiff_router.errors import BadGateway, GatewayTimeout
+from skiff_router.metering import Meter, Metering
 from skiff_router.metrics import RouterMetrics
 from skiff_router.policies import Policy
 from skiff_router.relay import REFUSALS, Broken, ClientWriter, Outcome, Relay, Reply, Streamed
-from skiff_router.request import read_model, replace_model
+from skiff_router.request import MODEL_HEADER, read_header_model, read_model, replace_model
 from skiff_router.retries import MAX_ATTEMPTS, RetryBudget
 from skiff_router.upstream import Failure, UpstreamConnection, UpstreamError
 from skiff_runtime import contract, log
 from skiff_runtime.api.http.anthropic_errors import ANTHROPIC_PATHS, anthropic_error
 from skiff_runtime.api.http.asgi import Receive, Scope, Send
 from skiff_runtime.api.http.request_body import BodyReader, ClientDisconnected
+from skiff_runtime.api.http.request_headers import parse_deadline
 from skiff_runtime.api.http.responses import error_body, get_request_id, get_response_headers, send_error
+from skiff_runtime.api.http.usage_header import USAGE_HEADER
 from skiff_runtime.errors import CLIENT_CLOSED_REQUEST, RequestError, Unavailable
 from skiff_runtime.sse import encode_event
 
@@ -41,8 +44,11 @@ _NOT_FORWARDED: Final = frozenset(
         b"transfer-encoding",
         b"upgrade",
         b"x-request-id",
+        MODEL_HEADER,
+        USAGE_HEADER,
     }
 )
+_REPORT_USAGE: Final = b"%b: 1\r\n" % USAGE_HEADER
 _CREDENTIALS: Final = frozenset({b"authorization", b"x-api-key"})
 
 
@@ -101,7 +107,7 @@ class Exchanges:
     def fail(self, endpoint: Endpoint, reason: str) -> None:
         """Fail every exchange with a pod; those without a first byte are retried on other pods."""
         for relay, connection in list(self._relays.get(endpoint, {}).items()):
-            connection.abort()
+            connection.abort(relay)
             relay.on_failure(UpstreamError(Failure.TIMEOUT, reason))
 
 
@@ -113,6 +119,7 @@ class ProxyContext:
     policy: Policy
     exchanges: Exchanges
     metrics: RouterMetrics
+    metering: Metering
     settings: ProxySettings
     budget: RetryBudget
 
@@ -127,13 +134,16 @@ class Proxy:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         try:
+            # A malformed header is refused as pods refuse it: at once, before the body is read.
+            parse_deadline(scope["headers"], 0.0)
             body = await self._body.read(scope["headers"], receive)
+            meter = self._context.metering.begin(scope, len(body))
         except ClientDisconnected:
             return
         except RequestError as error:
             await _answer_error(self._context.metrics, scope, send, error, model="")
             return
-        request = _RoutedRequest(self._context, scope, send, body)
+        request = _RoutedRequest(self._context, scope, send, body, meter)
         task = asyncio.current_task()
         assert task is not None
         watch = asyncio.get_running_loop().create_task(_wait_until_left(receive))
@@ -147,6 +157,7 @@ class Proxy:
                 raise
             request.leave()
         finally:
+            meter.close()
             self._context.exchanges.end_request()
             watch.cancel()
 
@@ -168,8 +179,10 @@ async def _answer_error(
 class _RoutedRequest:
     """One request and its attempts. ``is_over``: its response is complete, or will never be."""
 
-    def __init__(self, context: ProxyContext, scope: Scope, send: Send, body: bytes) -> None:
+    def __init__(self, context: ProxyContext, scope: Scope, send: Send, body: bytes, meter: Meter) -> None:
         self.is_over = False
+        self._meter = meter
+        self._relay: Relay | None = None
         self._context = context
         self._scope = scope
         self._send = send
@@ -178,6 +191,7 @@ class _RoutedRequest:
         self._began = asyncio.get_running_loop().time()
         self._writer = ClientWriter(scope, send, get_response_headers(scope))
         self._model = ""
+        self._service = ""
         self._attempts = 0
         self._pod = ""
 
@@ -188,6 +202,7 @@ class _RoutedRequest:
             await self._respond(backend, await self._attempt(backend))
         except RequestError as error:
             self.is_over = True
+            self._meter.end(error.status, model=self._model, service=self._service)
             await _answer_error(self._context.metrics, self._scope, self._send, error, model=self._model)
 
     def leave(self) -> None:
@@ -196,10 +211,11 @@ class _RoutedRequest:
         self._finish(CLIENT_CLOSED_REQUEST)
 
     def _route(self) -> Backend:
-        requested = read_model(self._body)
+        is_native = self._scope["path"] == contract.PATH_GENERATE
+        requested = read_header_model(self._scope["headers"]) if is_native else read_model(self._body)
         backend = self._context.registry.find(requested)
-        self._model = backend.model
-        if requested != backend.model:
+        self._model, self._service = backend.model, backend.key
+        if requested != backend.model and not is_native:
             self._body = replace_model(self._body, backend.model)
         return backend
 
@@ -262,7 +278,7 @@ class _RoutedRequest:
 
     async def _exchange(self, endpoint: Endpoint, connection: UpstreamConnection) -> Outcome:
         context = self._context
-        relay = Relay(self._writer, connection)
+        self._relay = relay = Relay(self._writer, connection)
         context.exchanges.add(endpoint, relay, connection)
         limit = context.settings.first_byte_seconds
         timer = asyncio.get_running_loop().call_later(limit, _expire, relay, connection, limit)
@@ -274,7 +290,7 @@ class _RoutedRequest:
             elif isinstance(outcome, Broken) and outcome.begun:
                 await self._end_broken(relay, outcome.error)
         except asyncio.CancelledError:
-            connection.abort()
+            connection.abort(relay)
             raise
         finally:
             timer.cancel()
@@ -295,6 +311,7 @@ class _RoutedRequest:
                 lines.append(b"%b: %b\r\n" % (name, value))
         if settings.backend_key and not settings.forward_credentials:
             lines.append(b"authorization: Bearer %b\r\n" % settings.backend_key.encode())
+        lines.append(_REPORT_USAGE)
         lines.append(b"x-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (self._id.encode(), len(self._body)))
         return b"".join(lines), self._body
 
@@ -334,6 +351,8 @@ class _RoutedRequest:
     def _finish(self, status: int) -> None:
         self.is_over = True
         self._context.metrics.record_response(self._model, status)
+        usage = None if self._relay is None else self._relay.read_usage(self._meter.estimated_prompt)
+        self._meter.end(status, usage, model=self._model, service=self._service)
         log.event(
             "request_finished",
             id=self._id,
@@ -358,7 +377,7 @@ def _is_retryable(outcome: Outcome) -> bool:
 
 def _expire(relay: Relay, connection: UpstreamConnection, limit: float) -> None:
     if not relay.first_byte_at:
-        connection.abort()
+        connection.abort(relay)
         relay.on_failure(UpstreamError(Failure.TIMEOUT, f"no byte of a response within {limit:g} s"))
 
 

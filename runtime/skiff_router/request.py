@@ -1,8 +1,18 @@
-"""The model's name in the body of a request. The router reads nothing else of a body; the pod validates it."""
+"""The model's name in a request. The router reads nothing else of a body; the pod validates it.
+
+The body of the native endpoint has no model, for its pod serves one; there a header names it.
+"""
+
+from typing import Final
 
 import msgspec
 
+from skiff_runtime import contract
+from skiff_runtime.api.http.asgi import Headers
+from skiff_runtime.api.http.request_headers import get_header
 from skiff_runtime.errors import InvalidRequest
+
+MODEL_HEADER: Final = b"x-skiff-model"
 
 
 class _Body(msgspec.Struct):
@@ -13,6 +23,25 @@ class _Body(msgspec.Struct):
 
 _DECODER = msgspec.json.Decoder(_Body)
 _RAW_DECODER = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+def read_header_model(headers: Headers) -> str:
+    """Return the model that a request of the native endpoint names by its header.
+
+    Raises:
+        InvalidRequest: It is missing, or not UTF-8.
+    """
+    try:
+        model = get_header(headers, MODEL_HEADER).decode()
+    except UnicodeDecodeError:
+        raise InvalidRequest("the header X-Skiff-Model is not UTF-8", param="x-skiff-model") from None
+    if not model:
+        raise InvalidRequest(
+            f"the header X-Skiff-Model is missing: on {contract.PATH_GENERATE} it names the model; "
+            f"GET {contract.PATH_MODELS} lists the models",
+            param="x-skiff-model",
+        )
+    return model
 
 
 def read_model(body: bytes) -> str:

@@ -1,10 +1,18 @@
-"""The router's watches against a real API server: objects that come, change and go, and an API server that restarts."""
+"""The router against a real API server, with the chart's rights: objects that come, change and go, also over a restart."""
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
-from apiserver import ApiServer, credentials
+import pytest
+import uvloop
+import yaml
+from apiserver import APPLY, ApiServer, Refused, credentials
 from controlplane import ControlPlane
+from helm import Helm
+from installation import PATHS
+from operator_process import eventually, token_kubeconfig
 
 from skiff_router.discovery import KubernetesDiscovery
 from skiff_router.endpoints import Registry
@@ -12,11 +20,58 @@ from skiff_router.kubernetes_watch import ClusterAccess
 from skiff_router.upstream import Address
 from skiff_runtime.errors import RequestError
 
+ACCOUNT = "skiff-router"
+OTHERS: dict[str, str] = {
+    "ConfigMap": "/api/v1/namespaces/{namespace}/configmaps",
+    "Deployment": "/apis/apps/v1/namespaces/{namespace}/deployments",
+    "NetworkPolicy": "/apis/networking.k8s.io/v1/namespaces/{namespace}/networkpolicies",
+    "PodDisruptionBudget": "/apis/policy/v1/namespaces/{namespace}/poddisruptionbudgets",
+    "Service": "/api/v1/namespaces/{namespace}/services",
+}
 
-def _access(plane: ControlPlane) -> ClusterAccess:
-    server, tls = credentials(plane.kubeconfig)
+
+def _router_objects(*values: str) -> list[Any]:
+    """The objects that the chart makes for a router."""
+    return [
+        body
+        for body in Helm().render("router.enabled=true", "monitoring.dashboards=false", *values)
+        if body["metadata"].get("labels", {}).get("app.kubernetes.io/name") == ACCOUNT
+    ]
+
+
+def _apply(api: ApiServer, body: Any, query: str = "") -> None:
+    meta = body["metadata"]
+    path = {**PATHS, **OTHERS}[body["kind"]].format(namespace=meta.get("namespace", ""))
+    api.request("PATCH", f"{path}/{meta['name']}?fieldManager=tests&force=true{query}", body, kind=APPLY)
+
+
+@pytest.fixture
+def access(api: ApiServer, plane: ControlPlane, tmp_path: Path) -> ClusterAccess:
+    """The access of the router's ServiceAccount, whose rights are those of the chart for one namespace."""
+    bodies = [
+        body for body in _router_objects(f"watchNamespaces={{{api.namespace}}}") if body["kind"] in PATHS
+    ]
+    assert sorted(body["kind"] for body in bodies) == ["Role", "RoleBinding", "ServiceAccount"]
+    for body in [{"kind": "Namespace", "apiVersion": "v1", "metadata": {"name": "skiff-system"}}, *bodies]:
+        _apply(api, body)
+    system = api.in_namespace("skiff-system")
+    config = yaml.safe_load(token_kubeconfig(system, ACCOUNT, plane.kubeconfig))
+    token = tmp_path / "token"
+    token.write_text(config["users"][0]["user"]["token"])
+    server, tls = credentials(plane.kubeconfig, with_user=False)
     host, _, port = server.removeprefix("https://").rpartition(":")
-    return ClusterAccess(Address(host, int(port)), tls, None)
+    eventually(
+        lambda: _may(api, "list", "endpointslices", "discovery.k8s.io"), "the router's role is in force"
+    )
+    return ClusterAccess(Address(host, int(port)), tls, token)
+
+
+def _may(api: ApiServer, verb: str, resource: str, group: str) -> bool:
+    """Return whether the router's account has a right in the namespace."""
+    attributes = {"namespace": api.namespace, "verb": verb, "group": group, "resource": resource}
+    spec = {"user": f"system:serviceaccount:skiff-system:{ACCOUNT}", "resourceAttributes": attributes}
+    answer = api.request("POST", "/apis/authorization.k8s.io/v1/subjectaccessreviews", {"spec": spec})
+    return bool(answer["status"]["allowed"])
 
 
 def _slice(*addresses: str) -> dict[str, object]:
@@ -36,7 +91,49 @@ def _slice(*addresses: str) -> dict[str, object]:
     }
 
 
-def test_router_follows_the_cluster_also_over_a_restart(api: ApiServer, plane: ControlPlane) -> None:
+@pytest.mark.usefixtures("access")
+def test_router_may_read_no_secrets_and_change_nothing(api: ApiServer) -> None:
+    assert _may(api, "watch", "inferenceservices", "serving.skiff.dev")
+    for verb, resource, group in (
+        ("list", "secrets", ""),
+        ("list", "pods", ""),
+        ("get", "inferenceservices", "serving.skiff.dev"),
+        ("patch", "inferenceservices", "serving.skiff.dev"),
+        ("delete", "endpointslices", "discovery.k8s.io"),
+    ):
+        assert not _may(api, verb, resource, group), (verb, resource)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        (),
+        (
+            "router.apiKeysSecret.name=clients",
+            "router.backendApiKeySecret.name=pods",
+            'router.limits:={"default":{"concurrency":8}}',
+            "router.service.type=NodePort",
+            "networkPolicy.enabled=true",
+            'router.clientsFrom:=[{"podSelector":{}}]',
+            'router.podAnnotations:={"a":"b"}',
+        ),
+    ],
+)
+def test_objects_of_the_chart_are_accepted(api: ApiServer, values: tuple[str, ...]) -> None:
+    bodies = _router_objects(*values)
+    assert len(bodies) >= 6
+    _apply(api, {"kind": "Namespace", "apiVersion": "v1", "metadata": {"name": "skiff-system"}})
+    for body in bodies:
+        _apply(api, body, "&dryRun=All&fieldValidation=Strict")
+    deployment = next(body for body in bodies if body["kind"] == "Deployment")
+    deployment["spec"]["template"]["spec"]["containers"][0]["nonsense"] = 1
+    with pytest.raises(Refused, match="nonsense"):
+        _apply(api, deployment, "&dryRun=All&fieldValidation=Strict")
+
+
+def test_router_follows_the_cluster_also_over_a_restart(
+    api: ApiServer, plane: ControlPlane, access: ClusterAccess
+) -> None:
     slices = f"/apis/discovery.k8s.io/v1/namespaces/{api.namespace}/endpointslices"
     registry = Registry()
 
@@ -52,7 +149,7 @@ def test_router_follows_the_cluster_also_over_a_restart(api: ApiServer, plane: C
                 await asyncio.sleep(0.05)
 
     async def test() -> None:
-        discovery = KubernetesDiscovery(_access(plane), registry, api.namespace)
+        discovery = KubernetesDiscovery(access, registry, (api.namespace,))
         running = asyncio.get_running_loop().create_task(discovery.run())
         try:
             await until(lambda: discovery.is_synced)
@@ -75,4 +172,4 @@ def test_router_follows_the_cluster_also_over_a_restart(api: ApiServer, plane: C
         finally:
             running.cancel()
 
-    asyncio.run(test())
+    uvloop.run(test())

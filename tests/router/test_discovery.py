@@ -9,10 +9,10 @@ from skiff_router.upstream import Address
 from skiff_runtime.errors import InvalidRequest, ModelNotFound
 
 
-def service(name: str, namespace: str = "shop", model: str | None = None) -> InferenceService:
+def service(name: str, namespace: str = "shop", model: str | None = None, **spec: object) -> InferenceService:
     fields = {
         "metadata": {"name": name, "namespace": namespace},
-        "spec": {"model": {"uri": "demo://", "name": model}},
+        "spec": {"model": {"uri": "demo://", "name": model}, **spec},
     }
     return msgspec.convert(fields, InferenceService)
 
@@ -120,6 +120,46 @@ def test_name_that_several_services_have_means_none_of_them(registry: Registry, 
     assert registry.find("shop/a").key == "shop/a"
     discovery.change_service("DELETED", service("b", "bank"))
     assert registry.find("llama").key == "shop/a"
+
+
+def test_list_of_one_namespace_leaves_the_others(registry: Registry, discovery: Discovery) -> None:
+    discovery.list_services([service("a")], "shop")
+    discovery.list_services([service("b", "bank")], "bank")
+    discovery.list_slices([slice_of("a", endpoint("10.0.0.1"))], "shop")
+    discovery.list_slices([], "bank")
+    assert states(registry, "a") == {"10.0.0.1": "available"}
+    discovery.list_services([], "bank")
+    assert [backend.key for backend in registry.backends] == ["shop/a"]
+    discovery.list_slices([], "shop")
+    assert states(registry, "a") == {}
+
+
+def test_models_are_listed_by_the_names_that_find_them(registry: Registry, discovery: Discovery) -> None:
+    discovery.list_services([service("a", model="llama"), service("b", "bank", model="llama"), service("c")])
+    names = [registry.public_name(backend) for backend in registry.backends]
+    assert names == ["bank/b", "shop/a", "c"]
+    assert [registry.find(name) for name in names] == registry.backends
+    with pytest.raises(ModelNotFound, match="models: bank/b, c, shop/a"):
+        registry.find("z")
+
+
+def test_model_is_ready_or_loading_or_at_zero(registry: Registry, discovery: Discovery) -> None:
+    discovery.list_services([service("a", replicas=0)])
+
+    def state() -> str:
+        return registry.find("a").state
+
+    assert state() == "at_zero"
+    discovery.change_service("MODIFIED", service("a", replicas=1))
+    assert state() == "loading"
+    discovery.change_slice("ADDED", slice_of("a", endpoint("10.0.0.1", ready=False)))
+    assert state() == "loading"
+    discovery.change_slice("MODIFIED", slice_of("a", endpoint("10.0.0.1")))
+    assert state() == "ready"
+    discovery.change_service("MODIFIED", service("a", replicas=0))
+    assert state() == "ready", "its last pod still serves"
+    discovery.change_slice("DELETED", slice_of("a"))
+    assert state() == "at_zero"
 
 
 def test_list_replaces_what_is_known(registry: Registry, discovery: Discovery) -> None:

@@ -24,6 +24,29 @@ app.kubernetes.io/name: {{ printf "skiff-%s" (.Values.nameOverride | default "op
 app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end }}
 
+{{/* The name of the router's objects. */}}
+{{- define "skiff.routerName" -}}
+{{- $name := include "skiff.validName" (printf "%s-router" (.Values.fullnameOverride | default .Release.Name)) -}}
+{{- if or (eq $name (include "skiff.fullname" .)) (eq .Values.nameOverride "router") }}
+{{- fail "nameOverride: the name router is that of the router's objects; choose another" }}
+{{- end -}}
+{{ $name }}
+{{- end }}
+
+{{- define "skiff.routerClusterName" -}}
+{{ printf "skiff:%s:%s" .Release.Namespace (include "skiff.routerName" .) }}
+{{- end }}
+
+{{- define "skiff.routerSelector" -}}
+app.kubernetes.io/name: skiff-router
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{- define "skiff.routerLabels" -}}
+{{ include "skiff.routerSelector" . }}
+{{ include "skiff.commonLabels" . }}
+{{- end }}
+
 {{- define "skiff.commonLabels" -}}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
@@ -123,4 +146,14 @@ tolerations: {{- toYaml . | nindent 2 }}
 - apiGroups: [""] # whether a node autoscaler has announced a node for a pod
   resources: [events]
   verbs: [list]
+{{- end }}
+
+{{/* The router's rights in the namespaces that it serves: models and their pods' addresses. */}}
+{{- define "skiff.routerRules" -}}
+- apiGroups: [serving.skiff.dev]
+  resources: [inferenceservices]
+  verbs: [list, watch]
+- apiGroups: [discovery.k8s.io]
+  resources: [endpointslices]
+  verbs: [list, watch]
 {{- end }}

@@ -23,15 +23,29 @@ from skiff_runtime.api.dispatch.request_state import RequestMetadata
 from skiff_runtime.api.dispatch.response_writers import make_choice_writers, write_error
 from skiff_runtime.api.formats.request_spec import RequestSpec
 from skiff_runtime.api.formats.served_model import ServedModel
-from skiff_runtime.api.http.asgi import CHUNK_WRITER_EXTENSION, AsgiWriter, Receive, Scope, Send
+from skiff_runtime.api.http.asgi import (
+    CHUNK_WRITER_EXTENSION,
+    TRAILERS_EXTENSION,
+    AsgiWriter,
+    Receive,
+    Scope,
+    Send,
+    TrailedSend,
+)
 from skiff_runtime.api.http.auth import Principal, derive_cache_namespace, get_principal
 from skiff_runtime.api.http.request_body import BodyReader, ClientDisconnected
-from skiff_runtime.api.http.request_headers import MAX_DEADLINE_SECONDS, get_trace_context, parse_deadline
+from skiff_runtime.api.http.request_headers import (
+    MAX_DEADLINE_SECONDS,
+    get_header,
+    get_trace_context,
+    parse_deadline,
+)
 from skiff_runtime.api.http.responses import (
     error_body_for,
     get_request_id,
     get_response_headers,
 )
+from skiff_runtime.api.http.usage_header import USAGE_HEADER
 from skiff_runtime.api.routes.openapi import DEFAULT_RESPONSES, error_responses, schema_reference
 from skiff_runtime.api.schemas.error_bodies import ErrorResponse
 from skiff_runtime.api.schemas.request_bodies import (
@@ -122,7 +136,13 @@ class GenerationEndpoint:
             principal.require_priority(spec.priority, allowed=settings.allow_priority)
             request = self._dispatcher.submit(
                 spec,
-                make_choice_writers(spec, exchange.writer, exchange.headers, request_id=exchange.id),
+                make_choice_writers(
+                    spec,
+                    exchange.writer,
+                    exchange.headers,
+                    request_id=exchange.id,
+                    trailed=exchange.trailed,
+                ),
                 RequestMetadata(
                     request_id=exchange.id,
                     endpoint=self._name,
@@ -159,12 +179,16 @@ class GenerationEndpoint:
 
 
 class _Exchange:
-    """One request and its response."""
+    """One request and its response. ``trailed``: its ``send``, if the request asks for ``X-Skiff-Usage``."""
 
     def __init__(self, scope: Scope, send: Send) -> None:
         self.id = get_request_id(scope)
         self.headers = get_response_headers(scope)
-        write_chunk = scope.get("extensions", {}).get(CHUNK_WRITER_EXTENSION)
+        extensions = scope.get("extensions", {})
+        self.trailed: TrailedSend | None = None
+        if get_header(scope["headers"], USAGE_HEADER) and TRAILERS_EXTENSION in extensions:
+            self.trailed = send = extensions[TRAILERS_EXTENSION]()
+        write_chunk = extensions.get(CHUNK_WRITER_EXTENSION)
         self.writer = AsgiWriter(send, on_overflow=self._cancel, write_chunk=write_chunk)
         self._task = asyncio.current_task()
 
