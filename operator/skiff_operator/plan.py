@@ -62,7 +62,7 @@ def objects(inference_service: InferenceService, settings: Settings) -> Objects:
     deployment.record_spec(made, revisions.spec_hash(inference_service))
     built.append(made)
     built.append(service.build(inference_service))
-    if inference_service.spec.replicas > 1:
+    if inference_service.spec.most_replicas > 1:
         built.append(disruption_budget.build(inference_service))
     for obj in built:
         (deployment.stamp if obj is made else stamp)(obj)
