@@ -12,6 +12,7 @@ import uvloop
 
 from skiff_operator import handlers, log, metrics
 from skiff_operator.apply import Applier
+from skiff_operator.autoscaler import Autoscaler
 from skiff_operator.cache import Cache
 from skiff_operator.client import Client, configure
 from skiff_operator.controller import Controller
@@ -71,7 +72,8 @@ async def serve(settings: Settings) -> None:
     controller = Controller(observer, reconciler, streams, settings)
     metrics.registry.register(metrics.ObjectsCollector(cache))
     metrics.registry.register(metrics.StreamsCollector(streams))
-    extra = []
+    autoscaler = Autoscaler(cache, client, applier, controller.enqueue, settings)
+    extra: list[Callable[[], Coroutine[Any, Any, None]]] = [autoscaler.run]
     if index is not None:
         caches = ModelCacheController(client, index, cache, settings, synced=lambda: not streams.unsynced())
         extra.append(caches.run)
@@ -83,6 +85,7 @@ async def serve(settings: Settings) -> None:
     finally:
         await controller.startups.close()
         await analyzer.close()
+        await autoscaler.close()
         await client.close()
 
 

@@ -349,6 +349,7 @@ def _facts(
         announcement=_announcement(entry),
         restored=target.deployed if target and target.failed else "",
         analysis=entry.last_analysis,
+        scaling=entry.last_scaling,
     )
 
 

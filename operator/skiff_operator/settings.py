@@ -41,6 +41,7 @@ class Settings:
     upgrade_max_unavailable: int = 1
     rollback_after_seconds: float = 60.0
     rollout_metrics_seconds: float = 10.0
+    autoscaling_seconds: float = 1.0
     workers: int = 8
     resync_seconds: float = 30.0
     watch_timeout_seconds: int = 300
@@ -62,6 +63,7 @@ class Settings:
             "upgrade_max_unavailable",
             "rollback_after_seconds",
             "rollout_metrics_seconds",
+            "autoscaling_seconds",
             "workers",
             "resync_seconds",
             "watch_timeout_seconds",
@@ -127,6 +129,7 @@ _HELP: Final = {
     "upgrade_max_unavailable": "InferenceServices that adopt a new template at the same time, with Waves",
     "rollback_after_seconds": "a revision that fails for this long is rolled back, if the spec has autoRollback",
     "rollout_metrics_seconds": "pods' metrics are read this often during and after a rollout, if the spec has autoRollback",
+    "autoscaling_seconds": "the number of pods is decided this often, if the spec has autoscaling",
     "workers": "InferenceServices reconciled at the same time",
     "resync_seconds": "every InferenceService that is not backing off is looked at again this often, from the cache",
     "watch_timeout_seconds": "the API server ends each watch request after this long; load balancers may need less",

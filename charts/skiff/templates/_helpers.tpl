@@ -97,7 +97,7 @@ tolerations: {{- toYaml . | nindent 2 }}
   resources: [inferenceservices]
   verbs: [list, watch]
 - apiGroups: [serving.skiff.dev]
-  resources: [inferenceservices/status]
+  resources: [inferenceservices/status, inferenceservices/scale] # scale: autoscaling
   verbs: [patch]
 - apiGroups: [serving.skiff.dev]
   resources: [inferenceservices/finalizers]
