@@ -3,12 +3,14 @@
 import asyncio
 from collections.abc import Callable
 
+import pytest
 from apiserver import ApiServer, credentials
 from controlplane import ControlPlane
 
 from skiff_router.discovery import KubernetesDiscovery
 from skiff_router.endpoints import Registry
-from skiff_router.kubernetes_watch import ClusterAccess
+from skiff_router.kubernetes_watch import ApiError, ClusterAccess
+from skiff_router.scale_requests import CONFLICT, ScaleRequester
 from skiff_router.upstream import Address
 from skiff_runtime.errors import RequestError
 
@@ -74,5 +76,46 @@ def test_router_follows_the_cluster_also_over_a_restart(api: ApiServer, plane: C
             await until(lambda: pods("m") == ["no such model"])
         finally:
             running.cancel()
+
+    asyncio.run(test())
+
+
+def test_router_asks_for_pods_at_the_version_that_it_has_seen(api: ApiServer, plane: ControlPlane) -> None:
+    body = {
+        "apiVersion": "serving.skiff.dev/v1alpha1",
+        "kind": "InferenceService",
+        "metadata": {"name": "routed"},
+        "spec": {
+            "model": {"uri": "demo://"},
+            "replicas": 0,
+            "autoscaling": {"minReplicas": 0, "maxReplicas": 4},
+        },
+    }
+    api.create("inferenceservices", body)
+    registry = Registry()
+
+    def replicas() -> int:
+        found: int = api.get("inferenceservices", "routed")["spec"]["replicas"]
+        return found
+
+    async def test() -> None:
+        discovery = KubernetesDiscovery(_access(plane), registry, api.namespace)
+        running = asyncio.get_running_loop().create_task(discovery.run())
+        requester = ScaleRequester(_access(plane))
+        try:
+            async with asyncio.timeout(60):
+                while not discovery.is_synced:  # noqa: ASYNC110 (the API server's events are what is waited for)
+                    await asyncio.sleep(0.05)
+            backend = registry.find("routed")
+            running.cancel()
+            await requester.request(backend, 1)
+            assert await asyncio.to_thread(replicas) == 1
+            with pytest.raises(ApiError) as refused:
+                await requester.request(backend, 2)
+            assert refused.value.status == CONFLICT, "its version is that of zero replicas"
+            assert await asyncio.to_thread(replicas) == 1
+        finally:
+            running.cancel()
+            requester.close()
 
     asyncio.run(test())
