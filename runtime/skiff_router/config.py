@@ -138,7 +138,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-waiting-bytes",
         type=int,
-        default=256 << 20,
+        default=128 << 20,
         metavar="BYTES",
         help="bodies of the requests that wait, in all; beyond it, a 429 (default: %(default)d)",
     )
