@@ -64,7 +64,7 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     """The state of one service at `now`, in seconds of a monotonic clock.
 
     `replicas`: the number of pods that shall be. `loads`: of the pods that serve and have answered; `silent`: number of
-    those that have not. `loading`: pods that start; `failing`: pods that cannot start, or end again and again.
+    those that have not; `unread`: of those that were not asked. `loading`: pods that start; `failing`: pods that cannot start, or end again and again.
     `rolling_out`: pods of two revisions exist. `start_seconds`: time that a pod takes to start; 0 if it is not known.
     """
 
@@ -72,6 +72,7 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     replicas: int
     loads: tuple[PodLoad, ...] = ()
     silent: int = 0
+    unread: int = 0
     loading: int = 0
     failing: int = 0
     rolling_out: bool = False
@@ -80,7 +81,7 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def serving(self) -> int:
         """Number of pods that serve."""
-        return len(self.loads) + self.silent
+        return len(self.loads) + self.silent + self.unread
 
 
 class Decision(msgspec.Struct, frozen=True):

@@ -174,23 +174,30 @@ class WaitingRoom:
         loop = asyncio.get_running_loop()
         log.event("requests_wait", model=backend.model)
         try:
-            while queue.visitors:
+            while queue.visitors and not self._release(backend, queue):
                 self._look(backend, queue, loop.time())
                 await asyncio.sleep(POLL_SECONDS)
         finally:
             del self._queues[backend]
         log.event("requests_waited", model=backend.model, seconds=loop.time() - queue.began_at)
 
-    def _look(self, backend: Backend, queue: _Queue, now: float) -> None:
-        """Release the requests if a pod is available; else ask for pods, and report the progress of the start."""
+    def _release(self, backend: Backend, queue: _Queue) -> bool:
+        """Release all requests if a pod is available, or none is expected; return whether they are.
+
+        Those that arrive from now on go to the pod directly, behind the released ones: these run first.
+        """
         if backend.available():
             for visitor in sorted(queue.visitors, key=lambda each: each.arrived_at):
                 _end(visitor)
-            return
+            return True
         if not self.is_expected(backend):
-            for visitor in list(queue.visitors):
+            for visitor in queue.visitors:
                 _end(visitor, Unavailable(f"the model {backend.model!r} was stopped; no pod is expected"))
-            return
+            return True
+        return False
+
+    def _look(self, backend: Backend, queue: _Queue, now: float) -> None:
+        """Ask for pods, and report the progress of the start."""
         self._ask(backend, queue, now)
         if now >= queue.progress_at and not queue.reading:
             queue.reading = True

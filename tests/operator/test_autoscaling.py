@@ -131,6 +131,11 @@ def test_pods_that_do_not_answer_count_as_the_others_do() -> None:
     load = PodLoad(running=24)
     one_of_two = Observation(now=0, replicas=2, loads=(load,), silent=1)
     assert decide(policy(), one_of_two, Memory()).replicas == 3
+    memory = Memory()
+    for second in range(200):
+        one_of_four = Observation(now=second, replicas=4, loads=(PodLoad(running=1),), unread=3)
+        replicas = decide(policy(), one_of_four, memory).replicas
+    assert replicas == 1, "those that are not asked prevent nothing"
     none = Observation(now=0, replicas=2, silent=2)
     assert decide(policy(), none, Memory()).reason == "no pod has reported its load"
 

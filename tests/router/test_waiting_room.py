@@ -104,7 +104,9 @@ def test_requests_at_zero_ask_for_a_pod_and_are_handed_over_in_order() -> None:
             metrics = await running.metrics()
             assert metrics['skiff_router_waits_total{model="m",outcome="released"}'] == 10
             assert metrics['skiff_router_scale_requests_total{model="m",result="asked"}'] == 2
-            assert (await running.post(CHAT, {"model": "m", "n": 11})).json() == {"n": 11}
+            later = await asyncio.gather(*(post(running, number) for number in range(20)))
+            assert {reply.status_code for reply in later} == {200}
+            assert (await running.metrics())['skiff_router_waits_total{model="m",outcome="released"}'] == 10
 
     run(test())
 
