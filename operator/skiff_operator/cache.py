@@ -110,11 +110,12 @@ class Entry(msgspec.Struct):
 
     @property
     def autoscaled(self) -> bool:
-        """True when the number of pods is decided by autoscaling; not while the spec is invalid."""
+        """True when the operator decides the number of pods; not while the spec is invalid."""
         service = self.service
         return (
             service is not None
             and service.spec.autoscaling is not None
+            and service.spec.autoscaling.engine == "Builtin"
             and self.present
             and not self.deleting
             and self.invalid is None

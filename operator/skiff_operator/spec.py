@@ -22,6 +22,7 @@ _REQUEST_CHARACTERS: Final = 64
 _ENDPOINT: Final = re.compile(r"https?://[A-Za-z0-9.\[\]:_-]+(/[^\s?#@]*)?")
 _FETCHED: Final = ", ".join(f"{scheme}://" for scheme in contract.FETCHED_SCHEMES)
 _SCALE_TO_ZERO_SECONDS: Final = 600
+_MAX_WINDOW_SECONDS: Final = 3600
 _TARGETS: Final = "concurrency, queuedTokens, kvCacheUtilization and ttftSeconds"
 _HINT: Final = "compare it with `kubectl explain inferenceservice.spec`"
 
@@ -182,6 +183,7 @@ class AutoscalingTargets(_Strict, frozen=True):
 class Autoscaling(_Strict, frozen=True):
     """The number of pods by their load. The autoscaler writes `spec.replicas` by the subresource `scale`, as any other does.
 
+    `engine`: Builtin is the operator itself; of the others it makes the objects.
     `scale_down_delay_seconds`: fewer pods must have been enough for this long. `scale_to_zero_after_seconds`: time without
     a request after which no pod is left, if `min_replicas` is 0.
     """
@@ -191,7 +193,7 @@ class Autoscaling(_Strict, frozen=True):
     targets: AutoscalingTargets = AutoscalingTargets(concurrency=32)
     scale_down_delay_seconds: int = 300
     scale_to_zero_after_seconds: int | None = None
-    engine: Literal["Builtin"] = "Builtin"
+    engine: Literal["Builtin", "HPA", "KEDA"] = "Builtin"
 
     @property
     def idle_seconds(self) -> int:
@@ -398,4 +400,18 @@ def _check_autoscaling(autoscaling: Autoscaling) -> None:
     if autoscaling.scale_to_zero_after_seconds is not None and least > 0:
         raise InvalidSpec(
             f"{where}.scaleToZeroAfterSeconds: {least} pods always stay; remove it, or set minReplicas to 0"
+        )
+    if autoscaling.engine != "Builtin" and autoscaling.scale_down_delay_seconds > _MAX_WINDOW_SECONDS:
+        raise InvalidSpec(
+            f"{where}.scaleDownDelaySeconds: a HorizontalPodAutoscaler allows {_MAX_WINDOW_SECONDS} at most; lower it, "
+            "or use engine Builtin"
+        )
+    if autoscaling.engine == "HPA" and least == 0:
+        raise InvalidSpec(
+            f"{where}.minReplicas: a HorizontalPodAutoscaler keeps at least one pod; set 1, or use engine Builtin or KEDA"
+        )
+    if autoscaling.engine == "HPA" and autoscaling.targets.ttft_seconds is not None:
+        raise InvalidSpec(
+            f"{where}.targets.ttftSeconds: a HorizontalPodAutoscaler reads gauges only; remove it, or use engine Builtin "
+            "or KEDA"
         )

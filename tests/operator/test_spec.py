@@ -44,6 +44,9 @@ def test_there_and_back_again() -> None:
         ({"maxReplicas": 2, "targets": {"cpu": 1}}, "unknown field `cpu`"),
         ({"maxReplicas": 2, "scaleToZeroAfterSeconds": 9}, "remove it, or set minReplicas to 0"),
         ({"maxReplicas": 2, "engine": "VPA"}, "Invalid enum value 'VPA'"),
+        ({"minReplicas": 0, "maxReplicas": 2, "engine": "HPA"}, "keeps at least one pod; set 1"),
+        ({"maxReplicas": 2, "engine": "HPA", "targets": {"ttftSeconds": 1}}, "reads gauges only; remove it"),
+        ({"maxReplicas": 2, "engine": "KEDA", "scaleDownDelaySeconds": 9999}, "allows 3600 at most"),
     ],
 )
 def test_autoscaling_that_contradicts_itself_is_refused(given: dict[str, Any], says: str) -> None:

@@ -114,6 +114,16 @@ tolerations: {{- toYaml . | nindent 2 }}
 - apiGroups: [policy]
   resources: [poddisruptionbudgets]
   verbs: [get, list, watch, create, patch, delete]
+{{- if has "HPA" .Values.autoscaling.engines }}
+- apiGroups: [autoscaling]
+  resources: [horizontalpodautoscalers]
+  verbs: [get, list, watch, create, patch, delete]
+{{- end }}
+{{- if has "KEDA" .Values.autoscaling.engines }}
+- apiGroups: [keda.sh]
+  resources: [scaledobjects]
+  verbs: [get, list, watch, create, patch, delete]
+{{- end }}
 - apiGroups: [""]
   resources: [pods]
   verbs: [list, watch, patch] # patch: the cost of deletion, before a scale-in
