@@ -32,6 +32,8 @@ EPILOG: Final = """\
 A request that fails before the first byte of its response is tried on another pod, at
 most three times in all; a stream that breaks off later ends with an error event. Pods
 that hang, drain or refuse connections get no requests until a probe of /readyz succeeds.
+Requests for an InferenceService without a ready pod wait for one, and ask for one if it has
+autoscaling; streams get comments with the progress of the start.
 
   GET /v1/models   the models, with the number of their pods by state
   GET /livez, /readyz, /metrics
@@ -66,6 +68,9 @@ class RouterConfig:
     backend_api_key: str
     first_byte_timeout_seconds: float
     drain_timeout_seconds: float
+    max_waiting_requests: int
+    max_waiting_bytes: int
+    waiting_timeout_seconds: float
     max_request_bytes: int
     max_connections: int
     log_level: str
@@ -148,6 +153,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="limit on the time for running requests after SIGTERM (default: %(default)g)",
     )
     parser.add_argument(
+        "--max-waiting-requests",
+        type=int,
+        default=4096,
+        metavar="NUMBER",
+        help="requests of all models that wait for a pod of an InferenceService to be ready; beyond it, or with 0, "
+        "others get a 429 or a 503 (default: %(default)d)",
+    )
+    parser.add_argument(
+        "--max-waiting-bytes",
+        type=int,
+        default=128 << 20,
+        metavar="BYTES",
+        help="bodies of the requests that wait, in all; beyond it, a 429 (default: %(default)d)",
+    )
+    parser.add_argument(
+        "--waiting-timeout-seconds",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="limit on the time for which a request waits for a pod (default: %(default)g)",
+    )
+    parser.add_argument(
         "--max-request-bytes",
         type=int,
         default=32 << 20,
@@ -178,6 +205,9 @@ def from_arguments(arguments: argparse.Namespace) -> RouterConfig:
     for name, least in (
         ("first_byte_timeout_seconds", 0.1),
         ("drain_timeout_seconds", 0.0),
+        ("max_waiting_requests", 0),
+        ("max_waiting_bytes", 0),
+        ("waiting_timeout_seconds", 0.0),
         ("max_request_bytes", 1024),
         ("max_connections", 1),
     ):
@@ -222,6 +252,9 @@ def from_arguments(arguments: argparse.Namespace) -> RouterConfig:
         backend_api_key=backend_key,
         first_byte_timeout_seconds=arguments.first_byte_timeout_seconds,
         drain_timeout_seconds=arguments.drain_timeout_seconds,
+        max_waiting_requests=arguments.max_waiting_requests,
+        max_waiting_bytes=arguments.max_waiting_bytes,
+        waiting_timeout_seconds=arguments.waiting_timeout_seconds,
         max_request_bytes=arguments.max_request_bytes,
         max_connections=arguments.max_connections,
         log_level=arguments.log_level,

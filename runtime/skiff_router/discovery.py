@@ -10,6 +10,7 @@ import msgspec
 
 from skiff_router.endpoints import Registry
 from skiff_router.kubernetes_watch import ClusterAccess, EventType, KubernetesObject, ObjectStream
+from skiff_router.scaling import Scaling
 from skiff_router.upstream import Address
 from skiff_runtime import contract
 
@@ -20,15 +21,35 @@ class _Model(msgspec.Struct):
     name: str | None = None
 
 
+class _Targets(msgspec.Struct, rename="camel"):
+    concurrency: int = 0
+    queued_tokens: int = 0
+
+
+class _Autoscaling(msgspec.Struct, rename="camel"):
+    max_replicas: int
+    targets: _Targets = msgspec.field(default_factory=_Targets)
+
+
 class _Spec(msgspec.Struct):
     model: _Model = msgspec.field(default_factory=_Model)
     replicas: int = 1
+    autoscaling: _Autoscaling | None = None
+
+
+class _Startup(msgspec.Struct, rename="camel"):
+    ready_seconds: float = 0.0
+
+
+class _ServiceStatus(msgspec.Struct):
+    startup: _Startup | None = None
 
 
 class InferenceService(KubernetesObject):
     """An InferenceService, as far as the router reads it."""
 
     spec: _Spec = msgspec.field(default_factory=_Spec)
+    status: _ServiceStatus | None = None
 
 
 class _Conditions(msgspec.Struct):
@@ -83,6 +104,21 @@ def pods_of(slice_: EndpointSlice) -> list[PodState]:
     ]
 
 
+def scaling_of(service: InferenceService) -> Scaling:
+    """Return the number of pods that an InferenceService wants, and may have."""
+    autoscaling = service.spec.autoscaling
+    startup = service.status.startup if service.status is not None else None
+    targets = autoscaling.targets if autoscaling is not None else _Targets()
+    return Scaling(
+        replicas=service.spec.replicas,
+        max_replicas=autoscaling.max_replicas if autoscaling is not None else 0,
+        concurrency=targets.concurrency,
+        queued_tokens=targets.queued_tokens,
+        start_seconds=startup.ready_seconds if startup is not None else 0.0,
+        resource_version=service.metadata.resource_version,
+    )
+
+
 class Discovery:
     """Keeps a registry equal to what the cluster holds."""
 
@@ -134,7 +170,7 @@ class Discovery:
             self._models[key] = model
             self._registry.put(key, model)
             self._update(key)
-        self._registry.put(key, model).replicas = service.spec.replicas
+        self._registry.put(key, model).scaling = scaling_of(service)
 
     def _remove(self, key: str) -> None:
         del self._models[key]

@@ -7,6 +7,7 @@ connections, resets them, or does not answer its probe is not chosen until a pro
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
+from skiff_router.scaling import Scaling
 from skiff_router.upstream import Address, ConnectionPool
 from skiff_runtime.errors import InvalidRequest, ModelNotFound
 
@@ -94,21 +95,21 @@ class Backend:
     """The pods that serve one model: those of an InferenceService, or those that ``--backend`` names.
 
     ``key`` is ``namespace/name`` of the InferenceService, or the model's name. ``endpoints`` are in the order of their names,
-    so that routers which see the same pods see them in the same order. ``replicas``: the pods that it is to have, None if that
-    is not known.
+    so that routers which see the same pods see them in the same order. ``scaling``: the number of pods that the cluster
+    wants; None for pods that ``--backend`` names.
     """
 
     key: str
     model: str
-    replicas: int | None = None
     endpoints: list[Endpoint] = field(default_factory=list)
+    scaling: Scaling | None = None
 
     @property
     def state(self) -> BackendState:
         """Return whether requests are served, pods are awaited, or there are to be none."""
         if any(endpoint.is_available for endpoint in self.endpoints):
             return "ready"
-        return "at_zero" if self.replicas == 0 else "loading"
+        return "at_zero" if self.scaling is not None and not self.scaling.replicas else "loading"
 
     def available(self) -> list[Endpoint]:
         """Return the pods to which new requests may be sent, in the order of their names."""
@@ -158,6 +159,7 @@ class Registry:
         """Remove a backend; its requests in flight go on."""
         backend = self._backends.pop(key, None)
         if backend is not None:
+            backend.scaling = None
             backend.update({})
             self._index()
 

@@ -50,6 +50,21 @@ class RouterMetrics:
             buckets=FIRST_BYTE_BUCKETS,
             registry=self._page,
         )
+        self._waiting = Gauge(
+            "skiff_router_waiting_requests", "Requests that wait for a pod.", ("model",), registry=self._page
+        )
+        self._waits = Counter(
+            "skiff_router_waits",
+            "Requests that waited for a pod, by outcome.",
+            ("model", "outcome"),
+            registry=self._page,
+        )
+        self._scale_requests = Counter(
+            "skiff_router_scale_requests",
+            "Requests for pods to the API server, by result.",
+            ("model", "result"),
+            registry=self._page,
+        )
         self._endpoints = Gauge(
             "skiff_router_endpoints", "Pods by state.", ("model", "state"), registry=self._page
         )
@@ -113,6 +128,18 @@ class RouterMetrics:
     def record_first_byte(self, model: str, seconds: float) -> None:
         """Record the time to the first byte of a response."""
         self._first_byte.labels(model).observe(seconds)
+
+    def record_waiting(self, model: str, change: int) -> None:
+        """Change the number of requests that wait for a pod."""
+        self._waiting.labels(model).inc(change)
+
+    def record_wait(self, model: str, outcome: str) -> None:
+        """Count the end of a wait: released, timeout, unavailable, left or rejected."""
+        self._waits.labels(model, outcome).inc()
+
+    def record_scale_request(self, model: str, result: str) -> None:
+        """Count a request for pods: asked, conflict or failed."""
+        self._scale_requests.labels(model, result).inc()
 
     def record_rejection(self, status: int) -> None:
         """Count a request that was rejected before its model was known."""

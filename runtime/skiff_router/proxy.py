@@ -10,15 +10,18 @@ import contextlib
 from dataclasses import dataclass
 from typing import Final
 
+import msgspec
+
 from skiff_router.endpoints import Backend, Endpoint, Registry
 from skiff_router.errors import BadGateway, GatewayTimeout
 from skiff_router.metering import Meter, Metering
 from skiff_router.metrics import RouterMetrics
 from skiff_router.policies import Policy
 from skiff_router.relay import REFUSALS, Broken, ClientWriter, Outcome, Relay, Reply, Streamed
-from skiff_router.request import MODEL_HEADER, read_header_model, read_model, replace_model
+from skiff_router.request import MODEL_HEADER, read_header_model, read_model, replace_model, wants_stream
 from skiff_router.retries import MAX_ATTEMPTS, RetryBudget
 from skiff_router.upstream import Failure, UpstreamConnection, UpstreamError
+from skiff_router.waiting_room import Visitor, WaitingRoom
 from skiff_runtime import contract, log
 from skiff_runtime.api.http.anthropic_errors import ANTHROPIC_PATHS, anthropic_error
 from skiff_runtime.api.http.asgi import Receive, Scope, Send
@@ -30,6 +33,8 @@ from skiff_runtime.errors import CLIENT_CLOSED_REQUEST, RequestError, Unavailabl
 from skiff_runtime.sse import encode_event
 
 NO_POD_RETRY_SECONDS: Final = 2
+MAX_ROUNDS: Final = 3
+"""Times that a request may begin anew when its pods have failed: one that kills each pod must not do so for ever."""
 _NOT_FORWARDED: Final = frozenset(
     {
         b"connection",
@@ -120,6 +125,7 @@ class ProxyContext:
     exchanges: Exchanges
     metrics: RouterMetrics
     metering: Metering
+    room: WaitingRoom
     settings: ProxySettings
     budget: RetryBudget
 
@@ -199,10 +205,13 @@ class _RoutedRequest:
         """Route the request, and respond."""
         try:
             backend = self._route()
-            await self._respond(backend, await self._attempt(backend))
+            await self._respond(backend, await self._attempt_when_ready(backend))
         except RequestError as error:
             self.is_over = True
             self._meter.end(error.status, model=self._model, service=self._service)
+            if self._writer.has_begun:
+                await self._end_events(error_event(self._scope["path"], error, self._id), error.status)
+                return
             await _answer_error(self._context.metrics, self._scope, self._send, error, model=self._model)
 
     def leave(self) -> None:
@@ -218,6 +227,49 @@ class _RoutedRequest:
         if requested != backend.model and not is_native:
             self._body = replace_model(self._body, backend.model)
         return backend
+
+    async def _attempt_when_ready(self, backend: Backend) -> Outcome | None:
+        """Return the outcome of the last attempt, after waiting for a pod if there is none.
+
+        A request whose pods failed under it before the first byte, and which has none left, waits again.
+        """
+        visitor: Visitor | None = None
+        outcome: Outcome | None = None
+        for _ in range(MAX_ROUNDS):
+            if self._context.room.must_wait(backend):
+                if visitor is None:
+                    report = self._report_progress if wants_stream(self._body) else _ignore
+                    visitor = Visitor(body_bytes=len(self._body), on_progress=report)
+                await self._context.room.wait(backend, visitor)
+            self._attempts = 0
+            outcome = await self._attempt(backend)
+            if not self._is_lost(backend, outcome):
+                break
+        return outcome
+
+    def _is_lost(self, backend: Backend, outcome: Outcome | None) -> bool:
+        """Return whether a request has no pod left, but will have one.
+
+        One failure does not eject a pod, so the only one may be gone although it counts as available.
+        """
+        if outcome is not None and not _is_retryable(outcome):
+            return False
+        if self._context.room.must_wait(backend):
+            return True
+        failed = isinstance(outcome, Broken) and outcome.error.failure is not Failure.TIMEOUT
+        return failed and self._context.room.is_expected(backend) and len(backend.available()) == 1
+
+    def _report_progress(self, text: str) -> None:
+        """Write a comment with the progress of the start, which no client takes for an event."""
+        if not self._writer.has_begun:
+            self._writer.begin_events()
+        self._writer.write(b": %b\n\n" % text.encode())
+
+    async def _end_events(self, event: bytes, status: int) -> None:
+        """End a stream that has begun while its request waited, with an event in the place of a response."""
+        self._writer.write(event)
+        await self._writer.end()
+        self._finish(status)
 
     async def _attempt(self, backend: Backend) -> Outcome | None:
         """Return the outcome of the last attempt; None if no pod is available."""
@@ -332,6 +384,9 @@ class _RoutedRequest:
                 self._finish(status)
             case Broken(begun=True):
                 self._finish(BadGateway.status)
+            case Reply(status) if self._writer.has_begun:
+                self.is_over = True
+                await self._end_events(_reply_event(self._scope["path"], outcome, self._id), status)
             case Reply(status):
                 self.is_over = True
                 await self._writer.send_whole(outcome)
@@ -379,6 +434,32 @@ def _expire(relay: Relay, connection: UpstreamConnection, limit: float) -> None:
     if not relay.first_byte_at:
         connection.abort(relay)
         relay.on_failure(UpstreamError(Failure.TIMEOUT, f"no byte of a response within {limit:g} s"))
+
+
+def _ignore(text: str) -> None:
+    """Report no progress: the client waits for a whole response."""
+
+
+class _Error(msgspec.Struct):
+    message: str = ""
+    code: str | None = None
+
+
+class _ErrorBody(msgspec.Struct):
+    error: _Error
+
+
+def _reply_event(path: str, reply: Reply, request_id: str) -> bytes:
+    """Return a whole response of a pod as an event of a stream; an error in the shape of the API of ``path``."""
+    try:
+        found = msgspec.json.decode(reply.body, type=_ErrorBody).error
+    except msgspec.DecodeError:
+        return b"data: " + reply.body.replace(b"\n", b" ") + b"\n\n"
+    error = RequestError(found.message, code=found.code)
+    error.status = reply.status
+    if path in ANTHROPIC_PATHS or path == contract.PATH_RESPONSES:
+        return error_event(path, error, request_id)
+    return b"data: " + reply.body.replace(b"\n", b" ") + b"\n\n"
 
 
 def error_event(path: str, error: RequestError, request_id: str) -> bytes:

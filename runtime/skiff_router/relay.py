@@ -80,6 +80,8 @@ class ClientWriter:
         self._backlog: deque[bytes] = deque()
         self._draining: asyncio.Task[None] | None = None
         self._source: UpstreamConnection | None = None
+        self.has_begun = False
+        """True once the head of the response is written, which then is a stream of events."""
 
     async def send_whole(self, reply: Reply) -> None:
         """Send a complete response."""
@@ -89,8 +91,20 @@ class ClientWriter:
         await self._send({"type": "http.response.body", "body": reply.body, "more_body": False})
 
     def begin(self, status: int, headers: Headers, source: UpstreamConnection) -> None:
-        """Begin a response whose pieces follow; ``source`` is paused while the client cannot take more."""
+        """Begin a response whose pieces follow; ``source`` is paused while the client cannot take more.
+
+        If it has begun while its request waited for a pod, the head of the pod's response is dropped.
+        """
         self._source = source
+        if not self.has_begun:
+            self._write_head(status, headers)
+
+    def begin_events(self) -> None:
+        """Begin a stream of events before a pod has the request."""
+        self._write_head(200, [(b"content-type", EVENT_STREAM), (b"cache-control", b"no-cache")])
+        self.has_begun = True
+
+    def _write_head(self, status: int, headers: Headers) -> None:
         kept = [header for header in headers if header[0] not in _DROPPED]
         kept += self._headers
         # The first step of the server's ``send`` of a head never waits.
@@ -170,7 +184,7 @@ class Relay:
                 length = int(value)
             elif name == b"content-type":
                 content_type = value
-        if status in REFUSALS or length <= HELD_BYTES:
+        if status in REFUSALS or length <= HELD_BYTES or (status != 200 and self._writer.has_begun):
             self._held = []
             return
         self._events = content_type.startswith(EVENT_STREAM)

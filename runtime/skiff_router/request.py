@@ -61,6 +61,18 @@ def read_model(body: bytes) -> str:
     return model
 
 
+class _StreamBody(msgspec.Struct):
+    stream: bool | None = None
+
+
+def wants_stream(body: bytes) -> bool:
+    """Return whether a body, which ``read_model`` has read, asks for a stream of events."""
+    try:
+        return bool(msgspec.json.decode(body, type=_StreamBody).stream)
+    except msgspec.DecodeError:
+        return False  # the pod will refuse it
+
+
 def replace_model(body: bytes, model: str) -> bytes:
     """Return a body, which ``read_model`` has read, with another ``model`` and all other values as they are."""
     fields = _RAW_DECODER.decode(body)

@@ -18,7 +18,9 @@ from skiff_router.policies import make_policy
 from skiff_router.prober import Prober
 from skiff_router.proxy import Exchanges, Proxy, ProxyContext, ProxySettings
 from skiff_router.retries import RetryBudget
+from skiff_router.scale_requests import ScaleRequester
 from skiff_router.usage_log import UsageLog
+from skiff_router.waiting_room import WaitingLimits, WaitingRoom
 from skiff_runtime import log
 from skiff_runtime.api.http.auth import AccessPolicy, Principal
 from skiff_runtime.api.http.cors import CorsPolicy
@@ -63,6 +65,13 @@ class RouterServer:
             in_flight_by_key=self._limiter.in_flight,
             lost_usage_lines=lambda: 0 if self._usage_log is None else self._usage_log.lost,
         )
+        limits = WaitingLimits(
+            requests=config.max_waiting_requests,
+            body_bytes=config.max_waiting_bytes,
+            seconds=config.waiting_timeout_seconds,
+        )
+        self._requester = None if access is None else ScaleRequester(access)
+        self._room = WaitingRoom(limits, self._metrics, self._requester)
         key_file = None
         if config.api_key_file is not None:
             key_file = KeyFile(config.api_key_file, FLAG_API_KEY_FILE, given=())
@@ -76,6 +85,7 @@ class RouterServer:
             exchanges=exchanges,
             metrics=self._metrics,
             metering=self._metering,
+            room=self._room,
             settings=ProxySettings(
                 first_byte_seconds=config.first_byte_timeout_seconds,
                 forward_credentials=key_file is None,
@@ -130,6 +140,8 @@ class RouterServer:
                 task.cancel()
             if self._usage_log is not None:
                 await asyncio.to_thread(self._usage_log.close)
+            if self._requester is not None:
+                self._requester.close()
         log.event("router_stopped")
         if self._error is not None:
             raise self._error
@@ -187,6 +199,7 @@ class RouterServer:
         began = loop.time()
         log.event("drain_started", in_flight=self._exchanges.requests)
         already, limit = self._exchanges.begun, self._config.drain_timeout_seconds
+        self._room.close()
         self._http.begin_closing()
         await wait_until_over(lambda: self._exchanges.begun - already, timeout_seconds=limit)
         self._http.close_idle_connections()

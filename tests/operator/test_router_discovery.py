@@ -16,7 +16,8 @@ from operator_process import eventually, token_kubeconfig
 
 from skiff_router.discovery import KubernetesDiscovery
 from skiff_router.endpoints import Registry
-from skiff_router.kubernetes_watch import ClusterAccess
+from skiff_router.kubernetes_watch import ApiError, ClusterAccess
+from skiff_router.scale_requests import CONFLICT, ScaleRequester
 from skiff_router.upstream import Address
 from skiff_runtime.errors import RequestError
 
@@ -68,7 +69,14 @@ def access(api: ApiServer, plane: ControlPlane, tmp_path: Path) -> ClusterAccess
 
 def _may(api: ApiServer, verb: str, resource: str, group: str) -> bool:
     """Return whether the router's account has a right in the namespace."""
-    attributes = {"namespace": api.namespace, "verb": verb, "group": group, "resource": resource}
+    plural, _, subresource = resource.partition("/")
+    attributes = {
+        "namespace": api.namespace,
+        "verb": verb,
+        "group": group,
+        "resource": plural,
+        "subresource": subresource,
+    }
     spec = {"user": f"system:serviceaccount:skiff-system:{ACCOUNT}", "resourceAttributes": attributes}
     answer = api.request("POST", "/apis/authorization.k8s.io/v1/subjectaccessreviews", {"spec": spec})
     return bool(answer["status"]["allowed"])
@@ -92,8 +100,9 @@ def _slice(*addresses: str) -> dict[str, object]:
 
 
 @pytest.mark.usefixtures("access")
-def test_router_may_read_no_secrets_and_change_nothing(api: ApiServer) -> None:
+def test_router_may_read_no_secrets_and_change_only_the_number_of_pods(api: ApiServer) -> None:
     assert _may(api, "watch", "inferenceservices", "serving.skiff.dev")
+    assert _may(api, "patch", "inferenceservices/scale", "serving.skiff.dev")
     for verb, resource, group in (
         ("list", "secrets", ""),
         ("list", "pods", ""),
@@ -171,5 +180,46 @@ def test_router_follows_the_cluster_also_over_a_restart(
             await until(lambda: pods("m") == ["no such model"])
         finally:
             running.cancel()
+
+    uvloop.run(test())
+
+
+def test_router_asks_for_pods_at_the_version_that_it_has_seen(api: ApiServer, access: ClusterAccess) -> None:
+    body = {
+        "apiVersion": "serving.skiff.dev/v1alpha1",
+        "kind": "InferenceService",
+        "metadata": {"name": "routed"},
+        "spec": {
+            "model": {"uri": "demo://"},
+            "replicas": 0,
+            "autoscaling": {"minReplicas": 0, "maxReplicas": 4},
+        },
+    }
+    api.create("inferenceservices", body)
+    registry = Registry()
+
+    def replicas() -> int:
+        found: int = api.get("inferenceservices", "routed")["spec"]["replicas"]
+        return found
+
+    async def test() -> None:
+        discovery = KubernetesDiscovery(access, registry, [api.namespace])
+        running = asyncio.get_running_loop().create_task(discovery.run())
+        requester = ScaleRequester(access)
+        try:
+            async with asyncio.timeout(60):
+                while not discovery.is_synced:  # noqa: ASYNC110 (the API server's events are what is waited for)
+                    await asyncio.sleep(0.05)
+            backend = registry.find("routed")
+            running.cancel()
+            await requester.request(backend, 1)
+            assert await asyncio.to_thread(replicas) == 1
+            with pytest.raises(ApiError) as refused:
+                await requester.request(backend, 2)
+            assert refused.value.status == CONFLICT, "its version is that of zero replicas"
+            assert await asyncio.to_thread(replicas) == 1
+        finally:
+            running.cancel()
+            requester.close()
 
     uvloop.run(test())

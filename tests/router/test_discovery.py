@@ -5,6 +5,7 @@ import pytest
 
 from skiff_router.discovery import Discovery, EndpointSlice, InferenceService
 from skiff_router.endpoints import Registry
+from skiff_router.scaling import Scaling
 from skiff_router.upstream import Address
 from skiff_runtime.errors import InvalidRequest, ModelNotFound
 
@@ -35,6 +36,30 @@ def slice_of(
         "ports": [{"name": "metrics", "port": 1}, {"name": port, "port": 8000}],
     }
     return msgspec.convert(fields, EndpointSlice)
+
+
+def test_number_of_pods_and_its_limits_are_known_while_the_service_is(
+    registry: Registry, discovery: Discovery
+) -> None:
+    fields = {
+        "metadata": {"name": "llama", "namespace": "shop", "resourceVersion": "7"},
+        "spec": {
+            "replicas": 0,
+            "autoscaling": {"maxReplicas": 4, "minReplicas": 0, "targets": {"queuedTokens": 9}},
+        },
+        "status": {"startup": {"readySeconds": 31.5, "pod": "llama-1"}},
+    }
+    discovery.list_services([msgspec.convert(fields, InferenceService)])
+    backend = registry.find("llama")
+    assert backend.scaling == Scaling(
+        replicas=0, max_replicas=4, queued_tokens=9, start_seconds=31.5, resource_version="7"
+    )
+    discovery.change_service("MODIFIED", service("llama"))
+    assert backend.scaling == Scaling(replicas=1)
+    assert backend.scaling.is_expected
+    assert not backend.scaling.is_autoscaled
+    discovery.change_service("DELETED", service("llama"))
+    assert backend.scaling is None
 
 
 @pytest.fixture

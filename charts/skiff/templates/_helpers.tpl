@@ -120,7 +120,7 @@ tolerations: {{- toYaml . | nindent 2 }}
   resources: [inferenceservices]
   verbs: [list, watch]
 - apiGroups: [serving.skiff.dev]
-  resources: [inferenceservices/status]
+  resources: [inferenceservices/status, inferenceservices/scale] # scale: autoscaling
   verbs: [patch]
 - apiGroups: [serving.skiff.dev]
   resources: [inferenceservices/finalizers]
@@ -137,6 +137,16 @@ tolerations: {{- toYaml . | nindent 2 }}
 - apiGroups: [policy]
   resources: [poddisruptionbudgets]
   verbs: [get, list, watch, create, patch, delete]
+{{- if has "HPA" .Values.autoscaling.engines }}
+- apiGroups: [autoscaling]
+  resources: [horizontalpodautoscalers]
+  verbs: [get, list, watch, create, patch, delete]
+{{- end }}
+{{- if has "KEDA" .Values.autoscaling.engines }}
+- apiGroups: [keda.sh]
+  resources: [scaledobjects]
+  verbs: [get, list, watch, create, patch, delete]
+{{- end }}
 - apiGroups: [""]
   resources: [pods]
   verbs: [list, watch, patch] # patch: the cost of deletion, before a scale-in
@@ -153,6 +163,10 @@ tolerations: {{- toYaml . | nindent 2 }}
 - apiGroups: [serving.skiff.dev]
   resources: [inferenceservices]
   verbs: [list, watch]
+# The number of pods, to ask for the first one; it reaches nothing else of an InferenceService.
+- apiGroups: [serving.skiff.dev]
+  resources: [inferenceservices/scale]
+  verbs: [patch]
 - apiGroups: [discovery.k8s.io]
   resources: [endpointslices]
   verbs: [list, watch]
