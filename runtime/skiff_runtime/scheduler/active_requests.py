@@ -58,7 +58,9 @@ class ActiveRequests:
             arrivals_per_level=self._arrivals_per_level,
         )
         try:
-            request = make_request(message, queue_key=queue_key, limits=self._limits)
+            request = make_request(
+                message, queue_key=queue_key, limits=self._limits, page_size=self._kv_cache.page_size
+            )
             self._check_queued_tokens(request)
         except RequestError as error:
             self._replies.add_failure(RequestFailed.of(message.uid, error))

@@ -4,6 +4,7 @@ In a request's row of the page table, the prefix cache owns the columns below ``
 has locked them), and the request owns the columns above.
 """
 
+from bisect import bisect_left
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -140,4 +141,14 @@ class KVCacheManager:
         self._cache.lock(inserted.handle)
         self._cache.unlock(before)
         request.handle = inserted.handle
+        if request.num_noted_blocks < len(request.prompt_blocks):
+            self._note_prompt_blocks(request, whole)
         return inserted.columns, inserted.pages
+
+    def _note_prompt_blocks(self, request: Request, cached_pages: int) -> None:
+        """Note the prompt blocks that end in the first ``cached_pages`` pages of a request, all of them cached."""
+        assert request.handle is not None
+        first, blocks = request.num_noted_blocks, request.prompt_blocks
+        end = bisect_left(blocks, cached_pages, lo=first, key=lambda each: each[0])
+        self._cache.note_prompt_blocks(request.handle, blocks[first:end])
+        request.num_noted_blocks = end

@@ -53,6 +53,10 @@ class StepStatsRecorder:
             lookup_tokens=sum(each.prompt_tokens for each in started if each.is_looked_up),
             hit_tokens=sum(request.cached_tokens for request in started),
             queue_seconds=[launched_at - request.arrived_at for request in started],
+            # A step without prefill chunks leaves nothing to prefill, but for a request that takes the next one.
+            prefill_tokens_left=self._slots.num_uncomputed_tokens
+            if len(step.slots) > step.decode_rows
+            else 0,
         )
 
     def _read_gauges(self) -> dict[str, Any]:

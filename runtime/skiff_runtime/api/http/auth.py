@@ -24,6 +24,7 @@ PROBE_PATHS: Final = frozenset(
         contract.PATH_HEALTH,
         contract.PATH_PING,
         contract.PATH_METRICS,
+        contract.PATH_EVENTS,
     }
 )
 """Served without a key, and on connections beyond the limit, for kubelets, scrapers and routers."""
