@@ -19,7 +19,7 @@ _BACKEND: Final = re.compile(
 )
 
 DESCRIPTION: Final = (
-    "Serve all models under one URL: route each request by its model to a pod that is ready and least loaded."
+    "Serve all models under one URL: route each request by its model to the pod that is expected to answer it soonest."
 )
 EPILOG: Final = """\
 A request that fails before the first byte of its response is tried on another pod, at
@@ -92,7 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--policy",
         choices=policies.NAMES,
-        default=policies.LEAST_LOAD,
+        default=policies.PREFIX,
         help="how a pod is chosen (default: %(default)s)",
     )
     parser.add_argument(

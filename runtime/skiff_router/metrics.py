@@ -74,7 +74,7 @@ class RouterMetrics:
         self._endpoints.clear()
         self._in_flight.clear()
         for backend in self._registry.backends:
-            states = {"available": 0, "draining": 0, "ejected": 0, "not_ready": 0}
+            states = {"available": 0, "draining": 0, "ejected": 0, "not_ready": 0, "silent": 0}
             for endpoint in backend.endpoints:
                 states[endpoint.state] += 1
             for state, count in states.items():

@@ -13,14 +13,17 @@ from typing import Final
 from skiff_router.endpoints import Backend, Endpoint, Registry
 from skiff_router.errors import BadGateway, GatewayTimeout
 from skiff_router.metrics import RouterMetrics
+from skiff_router.pod_state import NO_PROMPT, Prompt
 from skiff_router.policies import Policy
+from skiff_router.prompts import read_prompt
 from skiff_router.relay import REFUSALS, Broken, ClientWriter, Outcome, Relay, Reply, Streamed
-from skiff_router.request import read_model, replace_model
+from skiff_router.request import RoutedBody, read_body, replace_model
 from skiff_router.retries import MAX_ATTEMPTS, RetryBudget
 from skiff_router.upstream import Failure, UpstreamConnection, UpstreamError
 from skiff_runtime import contract, log
 from skiff_runtime.api.http.anthropic_errors import ANTHROPIC_PATHS, anthropic_error
 from skiff_runtime.api.http.asgi import Receive, Scope, Send
+from skiff_runtime.api.http.auth import get_key
 from skiff_runtime.api.http.request_body import BodyReader, ClientDisconnected
 from skiff_runtime.api.http.responses import error_body, get_request_id, get_response_headers, send_error
 from skiff_runtime.errors import CLIENT_CLOSED_REQUEST, RequestError, Unavailable
@@ -178,6 +181,7 @@ class _RoutedRequest:
         self._began = asyncio.get_running_loop().time()
         self._writer = ClientWriter(scope, send, get_response_headers(scope))
         self._model = ""
+        self._prompt = NO_PROMPT
         self._attempts = 0
         self._pod = ""
 
@@ -196,12 +200,20 @@ class _RoutedRequest:
         self._finish(CLIENT_CLOSED_REQUEST)
 
     def _route(self) -> Backend:
-        requested = read_model(self._body)
-        backend = self._context.registry.find(requested)
+        fields = read_body(self._body)
+        backend = self._context.registry.find(fields.model)
         self._model = backend.model
-        if requested != backend.model:
+        self._prompt = self._read_prompt(fields, backend)
+        if fields.model != backend.model:
             self._body = replace_model(self._body, backend.model)
         return backend
+
+    def _read_prompt(self, fields: RoutedBody, backend: Backend) -> Prompt:
+        settings = self._context.settings
+        key = (
+            get_key(self._scope["headers"]) if settings.forward_credentials else settings.backend_key.encode()
+        )
+        return read_prompt(fields, backend, key, with_blocks=self._context.policy.reads_blocks)
 
     async def _attempt(self, backend: Backend) -> Outcome | None:
         """Return the outcome of the last attempt; None if no pod is available."""
@@ -216,8 +228,9 @@ class _RoutedRequest:
             if self._attempts:
                 context.metrics.record_retry(self._model)
             self._attempts += 1
-            endpoint = context.policy.choose(left)
+            endpoint = context.policy.choose(left, self._prompt)
             tried[endpoint] = None
+            endpoint.pod.record_prompt(asyncio.get_running_loop().time(), self._prompt)
             outcome = await self._try(endpoint)
             if not _is_retryable(outcome):
                 break

@@ -10,6 +10,7 @@ from skiff_router.app import RouterApp, posts
 from skiff_router.config import RouterConfig
 from skiff_router.discovery import KubernetesDiscovery
 from skiff_router.endpoints import Registry
+from skiff_router.event_watcher import EventWatcher
 from skiff_router.kubernetes_watch import ClusterAccess, in_cluster_access
 from skiff_router.metrics import RouterMetrics
 from skiff_router.policies import make_policy
@@ -64,6 +65,7 @@ class RouterServer:
             budget=RetryBudget(),
         )
         self._prober = Prober(self._registry, exchanges, config.backend_api_key)
+        self._watcher = EventWatcher(self._registry, config.backend_api_key)
         app = AccessMiddleware(
             RouterApp(self._registry, self._metrics, is_ready=self._is_ready),
             posts=posts(Proxy(context, BodyReader(config.max_request_bytes, max_values=MIN_VALUE_LIMIT))),
@@ -84,7 +86,7 @@ class RouterServer:
         """Serve until SIGTERM or SIGINT, and until the requests that run then have ended."""
         listener = listen(self._config.host, self._config.port)
         loop = asyncio.get_running_loop()
-        tasks = [loop.create_task(self._prober.run())]
+        tasks = [loop.create_task(self._prober.run()), loop.create_task(self._watcher.run())]
         if self._discovery is not None:
             tasks.append(loop.create_task(self._discovery.run()))
         if self._key_file is not None:

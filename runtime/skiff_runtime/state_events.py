@@ -10,7 +10,7 @@ from msgspec import Struct
 
 INCLUDE_PROMPT_BLOCKS: Final = "prompt_blocks"
 INCLUDE_KV_BLOCKS: Final = "kv_blocks"
-HEARTBEAT_SECONDS: Final = 0.1
+HEARTBEAT_SECONDS: Final = 0.075
 """Longest silence of a stream: without a change, a comment is sent."""
 HEARTBEAT: Final = b":\n\n"
 
