@@ -18,9 +18,7 @@ _BACKEND: Final = re.compile(
     r"(?P<model>[^=\s]+)=http://(?P<host>\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+):(?P<port>\d{1,5})/?"
 )
 
-DESCRIPTION: Final = (
-    "Serve all models under one URL: route each request by its model to the pod that is expected to answer it soonest."
-)
+DESCRIPTION: Final = "Serve all models under one URL: route each request by its model to the pod that is expected to answer it soonest."
 EPILOG: Final = """\
 A request that fails before the first byte of its response is tried on another pod, at
 most three times in all; a stream that breaks off later ends with an error event. Pods

@@ -1,7 +1,7 @@
 """Routing policies: which of the available pods gets a request.
 
-``round-robin`` and ``least-load`` break ties by a rotation which each request advances, so that equal pods get equal shares.
-``prefix`` breaks them at random: several routers that rotated in step would choose the same pod.
+Ties and near ties are broken at random. Routers have the same reports, and do not see each other's latest requests: by any
+rule that they share, each would send its next request to the same pod.
 """
 
 from collections.abc import Sequence
@@ -19,6 +19,8 @@ FALLBACK_TOKEN_SECONDS: Final = 1e-4
 """Of one prompt token, until a pod has measured it."""
 NEAR_SECONDS: Final = 0.002
 """Differences of expected seconds that are noise."""
+NEAR_LOAD: Final = 0.05
+"""Differences in the number of requests, as a fraction of the mean, that are noise."""
 MAX_COMPARED: Final = 64
 """Pods that are compared for one request; of more, some are taken."""
 
@@ -28,7 +30,7 @@ class Policy(Protocol):
 
     reads_blocks: bool
 
-    def choose(self, endpoints: Sequence[Endpoint], prompt: Prompt) -> Endpoint:
+    def choose(self, endpoints: Sequence[Endpoint], prompt: Prompt, now: float) -> Endpoint:
         """Return one of ``endpoints``, which are available, in the order of their names, and at least one."""
 
 
@@ -40,7 +42,7 @@ class RoundRobin:
     def __init__(self) -> None:
         self._turn = -1
 
-    def choose(self, endpoints: Sequence[Endpoint], prompt: Prompt) -> Endpoint:
+    def choose(self, endpoints: Sequence[Endpoint], prompt: Prompt, now: float) -> Endpoint:
         """Return the next pod."""
         self._turn = (self._turn + 1) % len(endpoints)
         return endpoints[self._turn]
@@ -51,14 +53,16 @@ class LeastLoad:
 
     reads_blocks = False
 
-    def __init__(self) -> None:
-        self._turn = -1
+    def __init__(self, seed: int | None = None) -> None:
+        """``seed``: of the choice among equals; None for another one in each process."""
+        self._random = Random(seed).random
 
-    def choose(self, endpoints: Sequence[Endpoint], prompt: Prompt) -> Endpoint:
-        """Return the least loaded pod."""
-        self._turn = (self._turn + 1) % len(endpoints)
-        rotated = (*endpoints[self._turn :], *endpoints[: self._turn])
-        return min(rotated, key=lambda each: each.requests)
+    def choose(self, endpoints: Sequence[Endpoint], prompt: Prompt, now: float) -> Endpoint:
+        """Return one of the least loaded pods."""
+        loads = [endpoint.requests for endpoint in endpoints]
+        limit = min(loads) + NEAR_LOAD * sum(loads) / len(loads)
+        near = [endpoint for endpoint, load in zip(endpoints, loads, strict=True) if load <= limit]
+        return near[int(self._random() * len(near))]
 
 
 class PrefixAware:
@@ -75,7 +79,7 @@ class PrefixAware:
         """``seed``: of the choice among equals; None for another one in each process."""
         self._random = Random(seed).random
 
-    def choose(self, endpoints: Sequence[Endpoint], prompt: Prompt) -> Endpoint:
+    def choose(self, endpoints: Sequence[Endpoint], prompt: Prompt, now: float) -> Endpoint:
         """Return the pod with the least expected seconds."""
         blocks, tokens = prompt.blocks, prompt.tokens
         if len(endpoints) > MAX_COMPARED:
@@ -87,11 +91,12 @@ class PrefixAware:
             rate = pod.token_seconds
             if not rate:
                 expected.append(_guess_seconds(endpoint, endpoints, prompt))
-            elif first in pod.prompt_blocks:
+                continue
+            left = tokens
+            if first in pod.prompt_blocks:
                 left = prompt.count_uncached_tokens(pod.count_cached_blocks(blocks))
-                expected.append(pod.wait_seconds + left * rate)
-            else:
-                expected.append(pod.wait_seconds + tokens * rate)
+            busy = pod.free_at - now
+            expected.append((busy if busy > 0 else 0) + pod.unseen_seconds + left * rate)
         limit = min(expected) + NEAR_SECONDS
         near = [endpoint for endpoint, seconds in zip(endpoints, expected, strict=True) if seconds <= limit]
         return near[int(self._random() * len(near))]
@@ -126,7 +131,10 @@ def _guess_seconds(endpoint: Endpoint, endpoints: Sequence[Endpoint], prompt: Pr
     rate = sum(measured) / len(measured) if measured else FALLBACK_TOKEN_SECONDS
     pod = endpoint.pod
     cached = pod.count_cached_blocks(prompt.blocks)
-    queued = pod.unseen_tokens if pod.load is not None else endpoint.in_flight * prompt.tokens
+    if pod.load is None:
+        queued: float = endpoint.in_flight * prompt.tokens
+    else:
+        queued = pod.reported_tokens + pod.unseen_tokens
     return (queued + prompt.count_uncached_tokens(cached)) * rate
 
 

@@ -228,9 +228,10 @@ class _RoutedRequest:
             if self._attempts:
                 context.metrics.record_retry(self._model)
             self._attempts += 1
-            endpoint = context.policy.choose(left, self._prompt)
+            now = asyncio.get_running_loop().time()
+            endpoint = context.policy.choose(left, self._prompt, now)
             tried[endpoint] = None
-            endpoint.pod.record_prompt(asyncio.get_running_loop().time(), self._prompt)
+            endpoint.pod.record_prompt(now, self._prompt)
             outcome = await self._try(endpoint)
             if not _is_retryable(outcome):
                 break

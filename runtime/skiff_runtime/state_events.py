@@ -20,8 +20,8 @@ class PodLoad(Struct, frozen=True):
 
     ``requests``: accepted and not ended, of ``max_requests``; beyond them a request gets a 429. ``waiting`` and
     ``running`` are those that the scheduler knows, ``max_running`` bounds the second. ``queued_tokens``: prompt tokens of
-    waiting requests; ``prefill_tokens``: those of running requests that are not computed yet. ``kv_cache_usage``: fraction
-    that running requests occupy. ``hit_rate``: fraction of recent prompt tokens that were cached.
+    waiting requests that are not cached; ``prefill_tokens``: those of running requests that are not computed yet.
+    ``kv_cache_usage``: fraction that running requests occupy.
 
     A step takes ``step_seconds`` and ``prefill_token_seconds`` for each of the prompt tokens in it, at most
     ``max_step_tokens``; both are measured, and 0 before the first step. ``finish_seconds``: time between the ends of requests
@@ -36,7 +36,6 @@ class PodLoad(Struct, frozen=True):
     queued_tokens: int = 0
     prefill_tokens: int = 0
     kv_cache_usage: float = 0.0
-    hit_rate: float = 0.0
     step_seconds: float = 0.0
     prefill_token_seconds: float = 0.0
     max_step_tokens: int = 0

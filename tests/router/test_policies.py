@@ -42,11 +42,11 @@ def prompt(*blocks: int) -> Prompt:
     return Prompt(blocks, 1024 * len(blocks))
 
 
-def choices(endpoints: Sequence[Endpoint], *prompts: Prompt, at: float = 1.0, seed: int = 1) -> list[str]:
+def choices(endpoints: Sequence[Endpoint], *prompts: Prompt, at: float = 0.0, seed: int = 1) -> list[str]:
     policy = PrefixAware(seed)
     names = []
     for each in prompts:
-        chosen = policy.choose(endpoints, each)
+        chosen = policy.choose(endpoints, each, at)
         chosen.pod.record_prompt(at, each)
         names.append(chosen.name)
     return names

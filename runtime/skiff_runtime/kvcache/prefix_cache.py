@@ -65,6 +65,8 @@ class PrefixCache(ABC):
         """Cached pages that are not locked."""
         self.version = 0
         """Increases whenever pages enter or leave the cache; ``count_cached_pages`` is constant between."""
+        self.is_watched = False
+        """``watch`` asked for some changes."""
 
     @abstractmethod
     def match(self, tokens: Int32, *, salt: bytes = b"") -> PrefixMatch:

@@ -228,6 +228,7 @@ class RadixCache(PrefixCache):
 
     def watch(self, *, prompts: bool, blocks: bool) -> None:
         self._watches_prompts, self._watches_blocks = prompts, blocks
+        self.is_watched = prompts or blocks
         self._events.begin_snapshot()
         self._unhashed = list(self._root.children.values()) if blocks else []
         if prompts:

@@ -56,8 +56,9 @@ class StepStats(Struct, frozen=True, array_like=True):
     ``decode_tokens``. ``lookup_tokens``: prompt tokens of the requests that it runs for the first time, of
     which ``hit_tokens`` were cached; ``queue_seconds``: the time that each of these requests waited.
     ``preempted``: requests preempted for this step. ``corrupted``: requests that failed because their logits
-    contained NaN. ``graphs_pending``: CUDA graphs that are not captured yet. ``prefill_tokens_left``: prompt tokens of
-    running requests that no step has computed.
+    contained NaN. ``graphs_pending``: CUDA graphs that are not captured yet. ``queued_uncached_tokens``: those of
+    ``queued_tokens`` that were not cached; ``prefill_tokens_left``: prompt tokens of running requests that no step has
+    computed yet, both for routers.
     """
 
     queued: int = 0
@@ -78,6 +79,7 @@ class StepStats(Struct, frozen=True, array_like=True):
     queue_seconds: list[float] = []
     corrupted: int = 0
     graphs_pending: int = 0
+    queued_uncached_tokens: int = 0
     prefill_tokens_left: int = 0
 
 

@@ -65,6 +65,7 @@ class ActiveRequests:
         except RequestError as error:
             self._replies.add_failure(RequestFailed.of(message.uid, error))
             return
+        request.uncached_tokens = self._kv_cache.estimate_uncached_tokens(request)
         self._by_uid[request.uid] = request
         self._queue.push(request)
 

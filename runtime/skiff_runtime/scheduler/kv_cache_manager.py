@@ -64,6 +64,13 @@ class KVCacheManager:
         self._cache.lock(match.handle)
         return match
 
+    def estimate_uncached_tokens(self, request: Request) -> int:
+        """Return how many tokens of a request are to be computed; all of them if nobody watches the cache."""
+        if not self._cache.is_watched:
+            return len(request.tokens)
+        cached = self._cache.count_cached_pages(request.cacheable_tokens, salt=request.salt)
+        return len(request.tokens) - cached * self._cache.page_size
+
     def release_match(self, match: PrefixMatch) -> None:
         """Undo ``match_prefix`` for a request that has to wait."""
         self._cache.unlock(match.handle)

@@ -57,6 +57,8 @@ class Request:
     """The client has been sent a ``StreamOpened``, which a request gets once, however often it is preempted."""
     cached_tokens: int = 0
     """Prompt tokens that were cached when it first ran."""
+    uncached_tokens: int = 0
+    """Tokens that it has to compute, as estimated when it entered the queue. For routers only."""
     prompt_blocks: tuple[tuple[int, int], ...] = ()
     """Pairs (page, hash) of its prompt blocks: a block is cached when this page and all before it are. Ascending."""
     num_noted_blocks: int = 0
@@ -152,6 +154,7 @@ def make_request(
         uid=message.uid,
         queue_key=queue_key,
         tokens=tokens,
+        uncached_tokens=len(tokens),
         prompt_tokens=len(tokens),
         sampling=replace(message.sampling, max_tokens=output),
         text=message.text,

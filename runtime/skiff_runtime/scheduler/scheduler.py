@@ -185,5 +185,8 @@ class Scheduler:
         for pages in in_flight.planned.duplicates:
             self._pool.free(pages)
         self._requests.free_ended()
-        stats = self._stats.record_step(in_flight.planned, launched_at=in_flight.launched_at)
+        left = sum(each.planned.step.num_prompt_tokens for each in self._in_flight)
+        stats = self._stats.record_step(
+            in_flight.planned, launched_at=in_flight.launched_at, in_flight_tokens=left
+        )
         self._channel.send(self._replies.take(stats, self._cache.take_events()))

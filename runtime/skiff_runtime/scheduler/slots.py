@@ -67,7 +67,9 @@ class Slots:
     @property
     def num_uncomputed_tokens(self) -> int:
         """Tokens that the planned steps leave to compute before each running request samples its first token."""
-        rows = self.prefilling
+        rows = np.flatnonzero(self.prefilling)
+        if not len(rows):
+            return 0
         return int((self.num_prefill_tokens[rows] - self.num_computed_tokens[rows]).sum())
 
     @property

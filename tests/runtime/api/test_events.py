@@ -36,7 +36,9 @@ from skiff_runtime.state_events import (
     Snapshot,
 )
 
-STEP = StepStats(queued=3, running=2, pages_total=10, pages_free=4, pages_cached=2, queued_tokens=700)
+STEP = StepStats(
+    queued=3, running=2, pages_total=10, pages_free=4, pages_cached=2, queued_uncached_tokens=700
+)
 
 
 @pytest.fixture(scope="module")

@@ -168,8 +168,6 @@ class StateStream:
         self._flushed_at = 0.0
         self._watched = WatchCache(prompts=False, blocks=False)
         self._unwatch: asyncio.TimerHandle | None = None
-        self._last_finish = 0.0
-        self._finish_seconds = 0.0
         self._bytes_per_token = 0.0
 
     @property
@@ -226,21 +224,14 @@ class StateStream:
         stats = self._stats = batch.stats
         self._steps.record(stats)
         if batch.usages:
-            self._record_finishes(len(batch.usages), waiting=stats.queued > 0)
+            finished = len(batch.usages)
+            self._steps.record_finishes(finished, time.monotonic(), others_wait=stats.queued > 0)
         if batch.cache_events is not None:
             self._mirror.apply(batch.cache_events)
         if self._subscribers:
             self.flush_soon()
         else:
             self._mirror.drop_changes()
-
-    def _record_finishes(self, count: int, *, waiting: bool) -> None:
-        now = time.monotonic()
-        if waiting and self._last_finish:
-            each = (now - self._last_finish) / count
-            weight = _AVERAGE_WEIGHT if self._finish_seconds else 1.0
-            self._finish_seconds += weight * (each - self._finish_seconds)
-        self._last_finish = now
 
     def flush_soon(self) -> None:
         """Send what has changed, at the latest ``MIN_INTERVAL_SECONDS`` after the events before it."""
@@ -298,14 +289,13 @@ class StateStream:
                 waiting=stats.queued,
                 running=stats.running,
                 max_running=config.running_limit,
-                queued_tokens=stats.queued_tokens,
+                queued_tokens=stats.queued_uncached_tokens,
                 prefill_tokens=stats.prefill_tokens_left,
                 kv_cache_usage=round(used / stats.pages_total, 4) if stats.pages_total else 0.0,
-                hit_rate=round(steps.hit_rate, 3),
                 step_seconds=round(steps.step_seconds, 6),
                 prefill_token_seconds=round(steps.prefill_token_seconds, 9),
                 max_step_tokens=config.max_num_batched_tokens,
-                finish_seconds=round(self._finish_seconds, 4),
+                finish_seconds=round(steps.finish_seconds, 4),
                 bytes_per_token=round(self._bytes_per_token, 3),
             ),
         )

@@ -1,4 +1,4 @@
-"""The model of step times that a pod publishes, fitted to its own steps."""
+"""The model of step times and ends of requests that a pod publishes, fitted to its own steps."""
 
 from typing import Final
 
@@ -18,7 +18,9 @@ class StepTimeModel:
 
     def __init__(self) -> None:
         self.step_seconds = 0.0
-        self.hit_rate = 0.0
+        self.finish_seconds = 0.0
+        """Mean time between the ends of requests while others wait."""
+        self._last_finish = 0.0
         self._prefill_seconds = 0.0
         self._prefill_tokens = 0.0
 
@@ -36,5 +38,10 @@ class StepTimeModel:
         elif stats.decode_tokens:
             weight = _WEIGHT if self.step_seconds else 1.0
             self.step_seconds += weight * (stats.step_seconds - self.step_seconds)
-        if stats.lookup_tokens:
-            self.hit_rate += _WEIGHT * (stats.hit_tokens / stats.lookup_tokens - self.hit_rate)
+
+    def record_finishes(self, count: int, now: float, *, others_wait: bool) -> None:
+        """Take ``count`` requests into account that end at ``now``, in seconds of any clock."""
+        if others_wait and self._last_finish:
+            weight = _WEIGHT if self.finish_seconds else 1.0
+            self.finish_seconds += weight * ((now - self._last_finish) / count - self.finish_seconds)
+        self._last_finish = now
