@@ -18,7 +18,7 @@ PODS: Final = "pods"
 _BYTES: Final = ("memory", "ephemeral-storage")
 _UNITS: Final = (("Gi", Decimal(1024**3)), ("Mi", Decimal(1024**2)), ("Ki", Decimal(1024)))
 _DEFAULT_TOLERATIONS: Final = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
-BLOCKING_EFFECTS: Final = ("NoSchedule", "NoExecute")
+_BLOCKING_EFFECTS: Final = ("NoSchedule", "NoExecute")
 
 
 class Node(NamedTuple):
@@ -54,7 +54,7 @@ def read_node(node: dict[str, Any]) -> Node:
     spec, status = node.get("spec") or {}, node.get("status") or {}
     conditions = {each["type"]: each["status"] for each in status.get("conditions") or []}
     schedulable = not spec.get("unschedulable") and conditions.get("Ready", "True") == "True"
-    taints = tuple(taint for taint in spec.get("taints") or [] if taint.get("effect") in BLOCKING_EFFECTS)
+    taints = tuple(taint for taint in spec.get("taints") or [] if taint.get("effect") in _BLOCKING_EFFECTS)
     meta = node["metadata"]
     allocatable = _amounts(status.get("allocatable") or {})
     return Node(meta["name"], meta.get("labels") or {}, taints, allocatable, schedulable)

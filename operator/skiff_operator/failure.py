@@ -129,16 +129,23 @@ def diagnose(container: str, *, exit_code: int, reason: str, log_tail: str) -> D
     """Classify the termination of a container by the kubelet's `reason`, its exit code and the end of its output."""
     if reason == OOM_KILLED:
         return _known("OutOfMemory")
-    line = _decisive_line(log_tail)
-    for text in (line, log_tail):
-        for cause, pattern in _CAUSES:
-            if pattern.search(text):
-                return _known(cause)
+    cause = find_cause(log_tail)
+    if cause is not None:
+        return _known(cause)
     if exit_code == contract.EXIT_USAGE:
-        return Diagnosis("InvalidArgument", _argument_remedy(line))
+        return Diagnosis("InvalidArgument", _argument_remedy(_decisive_line(log_tail)))
     if exit_code in (SIGKILL_CODE, SIGTERM_CODE):
         return _known("Killed")
     return _known("WeightsDownloadFailed" if container == FETCH else "CrashLoop")
+
+
+def find_cause(log_tail: str) -> str | None:
+    """Return the reason that the end of a log shows, its decisive line before the others; None if nothing is recognized."""
+    for text in (_decisive_line(log_tail), log_tail):
+        for cause, pattern in _CAUSES:
+            if pattern.search(text):
+                return cause
+    return None
 
 
 def _known(reason: str) -> Diagnosis:

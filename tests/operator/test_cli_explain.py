@@ -11,6 +11,7 @@ from skiff_operator.capacity import PlacedPod, read_node, requests
 from skiff_operator.cli.capacity import NodeRoom, measure
 from skiff_operator.cli.explain import Event, Pod, Snapshot, render
 from skiff_operator.failure import REMEDIES
+from skiff_operator.rollout_analysis import OBSERVING, Analysis, Figures
 from skiff_operator.startup import PodStartup
 from skiff_operator.status import Facts, Problem, report
 from skiff_operator.workload import Crash, PodState, Rollout
@@ -25,6 +26,12 @@ CRASH = Crash(
     remedy=REMEDIES["UnsupportedModel"],
 )
 STARTUP = PodStartup(pod="llama-0", revision="old", at=NOW, loaded_seconds=4.25, ready_seconds=61.0)
+ANALYSIS = Analysis(
+    phase=OBSERVING,
+    candidate=Figures(revision="new", requests=120, failed_requests=31, ttft_p90_seconds=0.25),
+    baseline=Figures(revision="old", requests=400),
+    until=NOW,
+)
 
 
 def pod(name: str = "llama-1", *, age: float = 30.0, **fields: Any) -> Pod:
@@ -50,7 +57,8 @@ def snapshot(
         shortage=shortage,
         paused=paused,
     )
-    status = msgspec.structs.replace(report(facts, None, NOW), startup=fields.pop("startup", None))
+    kept = {name: fields.pop(name, None) for name in ("startup", "analysis")}
+    status = msgspec.structs.replace(report(facts, None, NOW), **kept)
     given: dict[str, Any] = {
         "service": service(),
         "status": status,
@@ -94,6 +102,7 @@ SITUATIONS = [
     (snapshot(LACKS, nodes=(), needs_gpus=True), ["no node has any nvidia.com/gpu"]),
     (snapshot(pod(phase="Scheduling"), shortage="no schedulable node has 8"), ["NoNodeLargeEnough", "Lower spec.parallelism.tensor"]),
     (snapshot(problem=Problem("InvalidSpec", "spec.cache: set only one"), service=None), ["set only one", "Change spec as the message says"]),
+    (snapshot(pod(), analysis=ANALYSIS), ["Analysis: Observing, until 2026", "new new 120 31 0.25s", "old old 400 0 -"]),
     (snapshot(status=None), ["no operator has reported on it", "Check that the operator runs"]),
 ]  # fmt: skip
 

@@ -279,7 +279,7 @@ def test_a_claim_is_made_of_size_and_class() -> None:
     [
         (
             'message="hub refuses a/b (401): check its name; set HF_TOKEN"',
-            "AccessDenied",
+            "Unauthorized",
             "credentialsSecretRef",
         ),
         (
@@ -289,8 +289,8 @@ def test_a_claim_is_made_of_size_and_class() -> None:
         ),
         ('message="not enough space in /models: 9 GB are needed"', "DiskFull", "free the node's disk"),
         (
-            'message="cannot use /models (Permission denied); make /models writable"',
-            "NotWritable",
+            'message="cannot use /models (Permission denied); make /models writable for user 65532"',
+            "VolumeNotWritable",
             "chownHostPath",
         ),
         ('message="config.json: no answer from hub (timeout)"', "SourceUnreachable", "HTTPS_PROXY"),
@@ -300,7 +300,7 @@ def test_a_claim_is_made_of_size_and_class() -> None:
             "AccessDenied",
             "serviceAccountName",
         ),
-        ('message="s3://b/x: no credentials were found; set"', "AccessDenied", "serviceAccountName"),
+        ('message="s3://b/x: no credentials were found; set"', "NoCredentials", "serviceAccountName"),
         (
             'message="s3://b/x: there is no bucket b (404 NoSuchBucket); correct"',
             "ModelNotFound",

@@ -83,8 +83,9 @@ def test_no_right_is_missing_and_none_is_superfluous(api: ApiServer, plane: Cont
         return set(granted()) - {right for right, allowed in requests(plane) if allowed}
 
     with contextlib.suppress(AssertionError):  # the next line shows the difference
-        eventually(lambda: unused() == UNUSED.keys(), "every right is used", 30, every_seconds=0.5)
-    assert unused() == UNUSED.keys()
+        eventually(lambda: unused() <= UNUSED.keys(), "every right is used", 30, every_seconds=0.5)
+    # Other tests of this process may have used the rights that are not needed here: the log is the API server's.
+    assert unused() <= UNUSED.keys() <= set(granted())
     refused = Counter(right for right, allowed in requests(plane) if not allowed)
     assert not refused, refused
 

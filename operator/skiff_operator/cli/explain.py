@@ -24,6 +24,7 @@ from skiff_operator.failure import REMEDIES
 from skiff_operator.kinds import EVENT, POD
 from skiff_operator.redact import redact
 from skiff_operator.resources import containers
+from skiff_operator.rollout_analysis import OBSERVING
 from skiff_operator.settings import Settings
 from skiff_operator.spec import InferenceService
 from skiff_operator.startup import PodStartup
@@ -152,6 +153,7 @@ def render(snapshot: Snapshot, *, width: int) -> str:
     sections = [
         _headline(snapshot),
         *_conditions(snapshot, width),
+        *_analysis(snapshot),
         *_pods(snapshot),
         *_events(snapshot, width),
         *_log(snapshot, width),
@@ -246,6 +248,27 @@ def _conditions(snapshot: Snapshot, width: int) -> Iterator[str]:
         said.add(condition.message)
         lines.append(textwrap.fill(line, width, subsequent_indent=" " * 23))
     yield "\n".join(["Conditions", *lines])
+
+
+def _analysis(snapshot: Snapshot) -> Iterator[str]:
+    """Show how the new revision compares with the old one, until a later rollout replaces the comparison."""
+    analysis = snapshot.status.analysis if snapshot.status else None
+    if analysis is None:
+        return
+    rows = [
+        (
+            f"  {figures.revision}",
+            age,
+            str(figures.requests),
+            str(figures.failed_requests),
+            "-" if figures.ttft_p90_seconds is None else f"{figures.ttft_p90_seconds:g}s",
+        )
+        for age, figures in (("new", analysis.candidate), ("old", analysis.baseline))
+    ]
+    until = f", until {analysis.until}" if analysis.phase == OBSERVING else ""
+    yield f"Analysis: {analysis.phase}{until}\n" + table.render(
+        ("  REVISION", "", "REQUESTS", "FAILED", "TTFT P90"), rows
+    )
 
 
 def _pods(snapshot: Snapshot) -> Iterator[str]:

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import msgspec
 
+from skiff_operator import failure
 from skiff_operator.kinds import POD, SECRET
 from skiff_operator.model_caches.spec import ModelCache, owner_reference
 from skiff_operator.resources import credentials
@@ -200,54 +201,49 @@ def _failure(
             "terminated"
         )
         if ended and ended["exitCode"] != 0:
-            return _classify(ended)
+            return _diagnose(ended)
     return "", ""
 
 
-_CLASSES: Final = (
-    (
-        r"refuses .* \((401|403)\)|access was refused|no credentials were found",
-        "AccessDenied",
-        "name a Secret with valid credentials in spec.model.credentialsSecretRef, or a ServiceAccount with a workload "
-        "identity in spec.serviceAccountName",
-    ),
-    (r"in another region", "WrongRegion", "set AWS_REGION in spec.env"),
-    (
-        r"\(404|has no objects|not found\)",
-        "ModelNotFound",
-        "create another ModelCache with a uri and a revision that exist",
-    ),
-    (
-        r"space",
-        "DiskFull",
-        "free the node's disk, leave the node out by spec.nodeSelector, or use a larger claim",
-    ),
-    (
-        r"writable",
-        "NotWritable",
-        "let the chart prepare it (modelCache.chownHostPath), or give it to user 65532; a claim to group 65532",
-    ),
-    (
-        r"no answer from|does not answer|gave up after",
-        "SourceUnreachable",
-        "correct spec.model.endpoint, or set HTTPS_PROXY in spec.env",
-    ),
-    (r"checksum", "ChecksumMismatch", "look for a proxy that changes files, or a faulty disk"),
+_CREDENTIALS: Final = (
+    "name a Secret with valid credentials in spec.model.credentialsSecretRef, or a ServiceAccount with a workload identity "
+    "in spec.serviceAccountName"
 )
-"""Patterns of the fetcher's messages, with the reason and the remedy for each."""
+_ANOTHER: Final = "create another ModelCache with a uri and a revision that exist"
+_SOURCE: Final = "correct spec.model.endpoint, or set HTTPS_PROXY in spec.env"
+_REMEDIES: Final = {
+    "AccessDenied": _CREDENTIALS,
+    "InvalidCredentials": _CREDENTIALS,
+    "NoCredentials": _CREDENTIALS,
+    "Unauthorized": _CREDENTIALS,
+    "WrongRegion": "set AWS_REGION in spec.env",
+    "ModelNotFound": _ANOTHER,
+    "InvalidModelURI": "create another ModelCache with the folder of one model, or the digest of one manifest, as its uri",
+    "UnsupportedArtifact": "push the model again as safetensors files, in raw, tar or tar+gzip layers, and name that artifact",
+    "UnsupportedModel": "create another ModelCache with a model that Skiff supports",
+    "DiskFull": "free the node's disk, leave the node out by spec.nodeSelector, or use a larger claim",
+    "VolumeNotWritable": "let the chart prepare it (modelCache.chownHostPath), or give it to user 65532; a claim to group 65532",
+    "SourceUnreachable": _SOURCE,
+    "UnexpectedResponse": _SOURCE,
+    "TLSFailed": "correct http or https in spec.model.endpoint",
+    "SourceChanged": "wait for the end of the upload: the download is repeated",
+    "ChecksumMismatch": "look for a proxy that changes files, or a faulty disk",
+    "OutOfMemory": "raise spec.resources.limits.memory",
+}
+"""The remedy, in fields of a ModelCache, for each reason of a failed download."""
 
 
-def _classify(ended: dict[str, Any]) -> tuple[str, str]:
-    """Return reason and message of a container that ended with an error."""
-    if ended.get("reason") == "OOMKilled":
-        return "OutOfMemory", "the fetcher ran out of memory; raise spec.resources.limits.memory"
+def _diagnose(ended: dict[str, Any]) -> tuple[str, str]:
+    """Return reason and message, with the remedy, of a container that ended with an error."""
     tail = str(ended.get("message", "")).strip()
-    found = re.findall(r'fetch_failed .*?message=("(?:[^"\\]|\\.)*"|\S+)', tail)
-    text = _unquote(found[-1]) if found else tail.rpartition("\n")[2] or f"exit code {ended['exitCode']}"
-    for pattern, reason, remedy in _CLASSES:
-        if re.search(pattern, text):
-            return reason, f"{text}; {remedy}"
-    return "FetchFailed", text
+    if ended.get("reason") == failure.OOM_KILLED:
+        cause, text = "OutOfMemory", "the fetcher ran out of memory"
+    else:
+        cause = failure.find_cause(tail) or ""
+        found = re.findall(r'fetch_failed .*?message=("(?:[^"\\]|\\.)*"|\S+)', tail)
+        text = _unquote(found[-1]) if found else tail.rpartition("\n")[2] or f"exit code {ended['exitCode']}"
+    remedy = _REMEDIES.get(cause)
+    return (cause, f"{text}; {remedy}") if remedy else ("FetchFailed", text)
 
 
 def _unquote(text: str) -> str:
