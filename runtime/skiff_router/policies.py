@@ -85,12 +85,14 @@ class PrefixAware:
         if len(endpoints) > MAX_COMPARED:
             endpoints = self._select_candidates(endpoints, blocks)
         first = blocks[0] if blocks else None
+        mean_rate = 0.0
         expected: list[float] = []
         for endpoint in endpoints:
             pod = endpoint.pod
             rate = pod.token_seconds
             if not rate:
-                expected.append(_guess_seconds(endpoint, endpoints, prompt))
+                mean_rate = mean_rate or _mean_token_seconds(endpoints)
+                expected.append(_guess_seconds(endpoint, prompt, mean_rate))
                 continue
             left = tokens
             if first in pod.prompt_blocks:
@@ -125,10 +127,14 @@ class PrefixAware:
         return [endpoints[int(start + index * step) % len(endpoints)] for index in range(count)]
 
 
-def _guess_seconds(endpoint: Endpoint, endpoints: Sequence[Endpoint], prompt: Prompt) -> float:
-    """Return the expected seconds at a pod that has not measured its steps: by the mean of those that have."""
+def _mean_token_seconds(endpoints: Sequence[Endpoint]) -> float:
+    """Return the mean seconds of a prompt token of the pods that have measured them."""
     measured = [each.pod.token_seconds for each in endpoints if each.pod.token_seconds]
-    rate = sum(measured) / len(measured) if measured else FALLBACK_TOKEN_SECONDS
+    return sum(measured) / len(measured) if measured else FALLBACK_TOKEN_SECONDS
+
+
+def _guess_seconds(endpoint: Endpoint, prompt: Prompt, rate: float) -> float:
+    """Return the expected seconds at a pod that has not measured its steps, at ``rate`` seconds a token."""
     pod = endpoint.pod
     cached = pod.count_cached_blocks(prompt.blocks)
     if pod.load is None:

@@ -85,6 +85,9 @@ def hash_prompt(text: bytes, namespace: bytes) -> PromptBlocks:
 _DECODER: Final = msgspec.json.Decoder(PromptFields)
 
 
-def hash_body(body: bytes, namespace: bytes) -> PromptBlocks:
-    """Return the blocks of the prompt in a JSON body that a pod has validated."""
-    return hash_prompt(_DECODER.decode(body).prompt_text(), namespace)
+def hash_body(body: bytes, namespace: bytes) -> PromptBlocks | None:
+    """Return the blocks of the prompt in a JSON body; None if it is no JSON by the standard, which a pod may accept."""
+    try:
+        return hash_prompt(_DECODER.decode(body).prompt_text(), namespace)
+    except (msgspec.DecodeError, RecursionError):
+        return None

@@ -23,7 +23,9 @@ def test_name_depends_on_all_that_comes_before() -> None:
 
 
 def names(body: dict[str, object], namespace: bytes = b"") -> list[int]:
-    hashes: list[int] = hash_body(json.dumps(body).encode(), namespace).as_array().tolist()
+    blocks = hash_body(json.dumps(body).encode(), namespace)
+    assert blocks is not None
+    hashes: list[int] = blocks.as_array().tolist()
     return hashes
 
 
@@ -57,6 +59,11 @@ def test_namespaces_are_apart() -> None:
 @pytest.mark.parametrize("field", ["prompt", "input", "instructions", "text", "input_ids", "system"])
 def test_prompts_of_every_api_are_read(field: str) -> None:
     assert len(names({field: "x" * 5000})) == 4
+
+
+@pytest.mark.parametrize("body", [b'{"temperature": NaN}', b"[1]", b"[" * 100_000])
+def test_body_that_is_no_json_has_no_blocks(body: bytes) -> None:
+    assert hash_body(body, b"") is None
 
 
 def test_number_of_blocks_is_bounded() -> None:

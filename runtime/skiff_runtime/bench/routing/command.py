@@ -41,7 +41,7 @@ policies (--policy):
 columns:
   TTFT            time from a request's arrival to its first token, after the warm-up
   hits            prompt tokens that were cached, of all
-  tokens/s        output tokens of requests that ended after the warm-up
+  tokens/s        output tokens of requests that arrived after the warm-up and ended in time
   imbalance       requests that the busiest pod served, divided by the mean
 
 examples:

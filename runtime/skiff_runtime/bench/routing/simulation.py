@@ -57,10 +57,9 @@ class ClusterSpec:
 
 @dataclass(slots=True)
 class Outcome:
-    """The figures of one simulation, from the end of its warm-up on until no session begins any more.
+    """The figures of one simulation: of the requests that arrive between the warm-up and the end, ``seconds`` later.
 
-    ``ttft_seconds``: of the requests that arrived in this time; ``output_tokens``: of those that ended in it, which took
-    ``seconds``; ``requests`` and ``hit_rate``: over all.
+    ``output_tokens``: of those that also ended by then. ``requests`` and ``hit_rate``: over all, with the warm-up.
     """
 
     ttft_seconds: list[float] = field(default_factory=list)
@@ -111,15 +110,12 @@ class Cluster:
         self._outcome = Outcome()
         self._where: dict[SimulatedRequest, tuple[int, Endpoint]] = {}
         self._sent = 0
-        self._window = False
         self._served = [0] * spec.pods
 
     def run(self) -> Outcome:
         """Run until all sessions have ended."""
         self._begin_streams()
         self._schedule_sessions()
-        for moment in (WARM_UP_FRACTION * self._spec.seconds, self._spec.seconds):
-            self._at(moment, self._toggle_window)
         while self._events:
             self._now, _, action, arguments = heappop(self._events)
             action(*arguments)
@@ -190,20 +186,17 @@ class Cluster:
             self._continue(request.session)
         self._changed(index)
 
-    def _toggle_window(self) -> None:
-        """Begin or end the time that is measured."""
-        self._window = not self._window
-
     def _record(self, request: SimulatedRequest) -> None:
         index, endpoint = self._where.pop(request)
         endpoint.in_flight -= 1
         outcome = self._outcome
         outcome.requests += 1
-        if self._window:
+        if request.arrived_at < WARM_UP_FRACTION * self._spec.seconds:
+            return
+        outcome.ttft_seconds.append(request.first_token_at - request.arrived_at)
+        self._served[index] += 1
+        if self._now <= self._spec.seconds:
             outcome.output_tokens += len(request.output)
-            self._served[index] += 1
-        if request.arrived_at >= WARM_UP_FRACTION * self._spec.seconds:
-            outcome.ttft_seconds.append(request.first_token_at - request.arrived_at)
 
     def _changed(self, index: int) -> None:
         """Schedule the end of a pod's step, and the next report about it."""
