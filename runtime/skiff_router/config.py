@@ -25,9 +25,7 @@ _BACKEND: Final = re.compile(
 
 _NAMESPACE: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 
-DESCRIPTION: Final = (
-    "Serve all models under one URL: route each request by its model to a pod that is ready and least loaded."
-)
+DESCRIPTION: Final = "Serve all models under one URL: route each request by its model to the pod that is expected to answer it soonest."
 EPILOG: Final = """\
 A request that fails before the first byte of its response is tried on another pod, at
 most three times in all; a stream that breaks off later ends with an error event. Pods
@@ -107,7 +105,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--policy",
         choices=policies.NAMES,
-        default=policies.LEAST_LOAD,
+        default=policies.PREFIX,
         help="how a pod is chosen (default: %(default)s)",
     )
     parser.add_argument(

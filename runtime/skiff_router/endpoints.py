@@ -7,6 +7,7 @@ connections, resets them, or does not answer its probe is not chosen until a pro
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
+from skiff_router.pod_state import PodState
 from skiff_router.scaling import Scaling
 from skiff_router.upstream import Address, ConnectionPool
 from skiff_runtime.errors import InvalidRequest, ModelNotFound
@@ -22,7 +23,7 @@ PROBE_TIMEOUT_SECONDS: Final = 2.0
 MAX_LISTED_NAMES: Final = 50
 """Models that the error for an unknown one lists."""
 
-EndpointState = Literal["available", "draining", "ejected", "not_ready"]
+EndpointState = Literal["available", "draining", "ejected", "not_ready", "silent"]
 BackendState = Literal["ready", "loading", "at_zero"]
 
 
@@ -31,7 +32,8 @@ class Endpoint:
     """One pod. ``name`` is its pod's name, or its address where it is not known.
 
     ``in_flight``: requests of this router that have no complete response yet. ``failures``: failures since the last
-    response. ``ready`` is what the cluster says, ``ejected`` what this router saw.
+    response. ``ready`` is what the cluster says, ``ejected`` what this router saw, ``pod`` what the pod reports, last at
+    ``heard_at``; ``silent``: it has stopped to.
     """
 
     name: str
@@ -41,6 +43,9 @@ class Endpoint:
     ejected: bool = False
     failures: int = 0
     in_flight: int = 0
+    silent: bool = False
+    heard_at: float = 0.0
+    pod: PodState = field(default_factory=PodState)
     pool: ConnectionPool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -50,7 +55,7 @@ class Endpoint:
     @property
     def is_available(self) -> bool:
         """Return whether new requests may be sent here."""
-        return self.ready and not self.draining and not self.ejected
+        return self.ready and not self.draining and not self.ejected and self.pod.accepts_requests
 
     @property
     def state(self) -> EndpointState:
@@ -59,7 +64,14 @@ class Endpoint:
             return "not_ready"
         if self.ejected:
             return "ejected"
-        return "draining" if self.draining else "available"
+        if self.draining or not self.pod.accepts_requests:
+            return "draining"
+        return "silent" if self.silent else "available"
+
+    @property
+    def requests(self) -> int:
+        """Return the requests in flight at the pod: as it reports, or else of this router alone."""
+        return max(self.in_flight, self.pod.requests)
 
     def record_response(self) -> None:
         """Record a response of any status but those of a pod that ends."""
@@ -112,8 +124,18 @@ class Backend:
         return "at_zero" if self.scaling is not None and not self.scaling.replicas else "loading"
 
     def available(self) -> list[Endpoint]:
-        """Return the pods to which new requests may be sent, in the order of their names."""
-        return [endpoint for endpoint in self.endpoints if endpoint.is_available]
+        """Return the pods to which new requests may be sent, in the order of their names.
+
+        Silent and full ones are left out if there are others.
+        """
+        best = [
+            endpoint
+            for endpoint in self.endpoints
+            if endpoint.ready
+            and not (endpoint.draining or endpoint.ejected or endpoint.silent or endpoint.pod.is_full)
+            and endpoint.pod.accepts_requests
+        ]
+        return best or [endpoint for endpoint in self.endpoints if endpoint.is_available]
 
     def update(self, wanted: dict[Address, str]) -> None:
         """Replace the pods by ``wanted``, names by address. A pod that stays keeps its state."""

@@ -176,7 +176,7 @@ class RouterMetrics:
         for key, count in self._in_flight_by_key().items():
             self._key_requests.labels(key).set(count)
         for backend in self._registry.backends:
-            states = {"available": 0, "draining": 0, "ejected": 0, "not_ready": 0}
+            states = {"available": 0, "draining": 0, "ejected": 0, "not_ready": 0, "silent": 0}
             for endpoint in backend.endpoints:
                 states[endpoint.state] += 1
             for state, count in states.items():

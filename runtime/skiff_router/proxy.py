@@ -16,15 +16,25 @@ from skiff_router.endpoints import Backend, Endpoint, Registry
 from skiff_router.errors import BadGateway, GatewayTimeout
 from skiff_router.metering import Meter, Metering
 from skiff_router.metrics import RouterMetrics
+from skiff_router.pod_state import NO_PROMPT, Prompt
 from skiff_router.policies import Policy
+from skiff_router.prompts import read_prompt
 from skiff_router.relay import REFUSALS, Broken, ClientWriter, Outcome, Relay, Reply, Streamed
-from skiff_router.request import MODEL_HEADER, read_header_model, read_model, replace_model, wants_stream
+from skiff_router.request import (
+    MODEL_HEADER,
+    RoutedBody,
+    read_body,
+    read_header_model,
+    replace_model,
+    wants_stream,
+)
 from skiff_router.retries import MAX_ATTEMPTS, RetryBudget
 from skiff_router.upstream import Failure, UpstreamConnection, UpstreamError
 from skiff_router.waiting_room import Visitor, WaitingRoom
 from skiff_runtime import contract, log
 from skiff_runtime.api.http.anthropic_errors import ANTHROPIC_PATHS, anthropic_error
 from skiff_runtime.api.http.asgi import Receive, Scope, Send
+from skiff_runtime.api.http.auth import get_key
 from skiff_runtime.api.http.request_body import BodyReader, ClientDisconnected
 from skiff_runtime.api.http.request_headers import parse_deadline
 from skiff_runtime.api.http.responses import error_body, get_request_id, get_response_headers, send_error
@@ -198,6 +208,7 @@ class _RoutedRequest:
         self._writer = ClientWriter(scope, send, get_response_headers(scope))
         self._model = ""
         self._service = ""
+        self._prompt = NO_PROMPT
         self._attempts = 0
         self._pod = ""
 
@@ -221,12 +232,21 @@ class _RoutedRequest:
 
     def _route(self) -> Backend:
         is_native = self._scope["path"] == contract.PATH_GENERATE
-        requested = read_header_model(self._scope["headers"]) if is_native else read_model(self._body)
-        backend = self._context.registry.find(requested)
+        named = read_header_model(self._scope["headers"]) if is_native else ""
+        fields = read_body(self._body, model=named)
+        backend = self._context.registry.find(fields.model)
         self._model, self._service = backend.model, backend.key
-        if requested != backend.model and not is_native:
+        self._prompt = self._read_prompt(fields, backend)
+        if fields.model != backend.model and not is_native:
             self._body = replace_model(self._body, backend.model)
         return backend
+
+    def _read_prompt(self, fields: RoutedBody, backend: Backend) -> Prompt:
+        settings = self._context.settings
+        key = (
+            get_key(self._scope["headers"]) if settings.forward_credentials else settings.backend_key.encode()
+        )
+        return read_prompt(fields, backend, key, with_blocks=self._context.policy.reads_blocks)
 
     async def _attempt_when_ready(self, backend: Backend) -> Outcome | None:
         """Return the outcome of the last attempt, after waiting for a pod if there is none.
@@ -284,8 +304,10 @@ class _RoutedRequest:
             if self._attempts:
                 context.metrics.record_retry(self._model)
             self._attempts += 1
-            endpoint = context.policy.choose(left)
+            now = asyncio.get_running_loop().time()
+            endpoint = context.policy.choose(left, self._prompt, now)
             tried[endpoint] = None
+            endpoint.pod.record_prompt(now, self._prompt)
             outcome = await self._try(endpoint)
             if not _is_retryable(outcome):
                 break

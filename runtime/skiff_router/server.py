@@ -10,6 +10,7 @@ from skiff_router.app import RouterApp, posts
 from skiff_router.config import FLAG_LIMITS_FILE, FLAG_USAGE_LOG, RouterConfig
 from skiff_router.discovery import KubernetesDiscovery
 from skiff_router.endpoints import Registry
+from skiff_router.event_watcher import EventWatcher
 from skiff_router.kubernetes_watch import ClusterAccess, in_cluster_access
 from skiff_router.limits import Limits, RateLimiter, read_limits
 from skiff_router.metering import Metering
@@ -94,6 +95,7 @@ class RouterServer:
             budget=RetryBudget(),
         )
         self._prober = Prober(self._registry, exchanges, config.backend_api_key)
+        self._watcher = EventWatcher(self._registry, config.backend_api_key)
         app = AccessMiddleware(
             RouterApp(self._registry, self._metrics, is_ready=self._is_ready),
             posts=posts(Proxy(context, BodyReader(config.max_request_bytes, max_values=MIN_VALUE_LIMIT))),
@@ -117,7 +119,7 @@ class RouterServer:
         """
         listener = listen(self._config.host, self._config.port)
         loop = asyncio.get_running_loop()
-        tasks = [loop.create_task(self._prober.run())]
+        tasks = [loop.create_task(self._prober.run()), loop.create_task(self._watcher.run())]
         if self._discovery is not None:
             tasks.append(loop.create_task(self._discovery.run()))
         if self._key_file is not None:
