@@ -113,7 +113,7 @@ def read_limits(path: str, flag: str) -> Limits:
 def _decode(data: bytes | msgspec.Raw, kind: type[StructT], source: str) -> StructT:
     try:
         return msgspec.json.decode(data, type=kind)
-    except msgspec.DecodeError as error:  # ValidationError is one, too
+    except (msgspec.DecodeError, RecursionError) as error:  # ValidationError is a DecodeError, too
         raise ConfigError(f"{source}: {error}") from None
 
 
@@ -178,10 +178,11 @@ def _resized(bucket: _Bucket | None, per_minute: _Field, now: float) -> _Bucket 
 class Admission:
     """One admitted request. It holds its place in the concurrency until ``end``, which every request reaches once."""
 
-    __slots__ = ("_is_over", "_state", "_taken")
+    __slots__ = ("_clock", "_is_over", "_state", "_taken")
 
-    def __init__(self, state: _KeyState, taken: int) -> None:
+    def __init__(self, state: _KeyState, taken: int, clock: Callable[[], float]) -> None:
         """``taken``: tokens that were taken in advance."""
+        self._clock = clock
         self._state = state
         self._is_over = False
         self._taken = taken
@@ -193,6 +194,7 @@ class Admission:
         self._is_over = True
         self._state.in_flight -= 1
         if self._state.tokens is not None:
+            self._state.tokens.refill(self._clock())
             self._state.tokens.take(tokens - self._taken)
 
 
@@ -238,7 +240,7 @@ class RateLimiter:
         if state.tokens is not None:
             state.tokens.take(estimated_tokens)
         state.in_flight += 1
-        return Admission(state, estimated_tokens)
+        return Admission(state, estimated_tokens, self._clock)
 
     def _check(self, name: str, state: _KeyState, now: float) -> None:
         limits = state.limits

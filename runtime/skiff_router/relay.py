@@ -24,6 +24,7 @@ MAX_EVENT_BYTES: Final = 1 << 20
 REFUSALS: Final = (429, 503)
 """Statuses by which a pod says that it did not begin the request: another pod may take it."""
 EVENT_STREAM: Final = b"text/event-stream"
+_BODILESS: Final = (204, 304)
 _DROPPED: Final = frozenset(
     {
         b"connection",
@@ -84,8 +85,12 @@ class ClientWriter:
         """True once the head of the response is written, which then is a stream of events."""
 
     async def send_whole(self, reply: Reply) -> None:
-        """Send a complete response."""
-        headers = [header for header in reply.headers if header[0] not in _DROPPED]
+        """Send a complete response. Its length is that of its body: a pod's 304 may have the length of another one."""
+        headers = [
+            header for header in reply.headers if header[0] not in _DROPPED and header[0] != b"content-length"
+        ]
+        if reply.status not in _BODILESS:
+            headers.append((b"content-length", b"%d" % len(reply.body)))
         headers += self._headers
         await self._send({"type": "http.response.start", "status": reply.status, "headers": headers})
         await self._send({"type": "http.response.body", "body": reply.body, "more_body": False})

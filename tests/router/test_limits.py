@@ -69,6 +69,15 @@ def test_tokens_are_estimated_first_and_settled_at_the_end(clock: Clock) -> None
     assert refused(limits).retry_after_seconds > 60_000
 
 
+def test_tokens_are_charged_when_their_request_ends(clock: Clock) -> None:
+    """Not when it began: an idle key has a minute's amount, and no more."""
+    limits = limiter(clock, tokens_per_minute=600)
+    running = limits.admit("a", 0)
+    clock.now += 600
+    running.end(600)
+    assert refused(limits).retry_after_seconds == 1
+
+
 def test_concurrency_is_freed_once(clock: Clock) -> None:
     limits = limiter(clock, concurrency=2)
     first, _ = limits.admit("a", 0), limits.admit("a", 0)
@@ -172,6 +181,7 @@ def test_file_has_a_default_and_limits_by_name(tmp_path: Path) -> None:
         ({"keys": {"team-a": 7}}, "'keys.team-a': Expected `object`"),
         ({"keys": {f"k{number}": {} for number in range(257)}}, "at most 256"),
         (" " * (1 << 21), "more than"),
+        ('{"keys": {"a": ' + "[" * 100_000, "--limits-file"),
     ],
 )
 def test_invalid_file_is_refused_by_name(tmp_path: Path, content: object, message: str) -> None:

@@ -316,6 +316,20 @@ def test_keys_are_checked_here_and_not_passed_on(tmp_path: Any) -> None:
     run(test())
 
 
+@pytest.mark.parametrize("status", ["204 No Content", "304 Not Modified"])
+def test_response_without_a_body_may_have_a_length(status: str) -> None:
+    async def answer(request: PodRequest, writer: asyncio.StreamWriter) -> None:
+        writer.write(f"HTTP/1.1 {status}\r\ncontent-length: 5\r\n\r\n".encode())
+
+    async def test() -> None:
+        async with routed(answer) as (running, _):
+            reply = await running.post(CHAT, {"model": "a"})
+            assert (reply.status_code, reply.content) == (int(status[:3]), b"")
+            assert (await running.client.get("/readyz")).status_code == 200
+
+    run(test())
+
+
 def test_malformed_deadline_is_refused_here() -> None:
     async def test() -> None:
         async with routed(says("a")) as (running, (pod,)):
