@@ -24,4 +24,4 @@ def read_prompt(fields: PromptFields, backend: Backend, key: bytes, *, with_bloc
         return Prompt((), len(text), bytes_per_token)
     digest = hashlib.sha256(key).digest() if isolates and key else b""
     blocks = hash_prompt(text, derive_cache_namespace(digest, fields.salt()))
-    return Prompt(blocks.as_array().tolist(), len(text), bytes_per_token)
+    return Prompt(blocks.names(), len(text), bytes_per_token)

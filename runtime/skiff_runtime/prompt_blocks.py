@@ -6,16 +6,16 @@ compute the same names of the same body, without a tokenizer: see docs/decisions
 """
 
 import hashlib
+import struct
 from typing import Final
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 PROMPT_BLOCK_BYTES: Final = 1024
 MAX_PROMPT_BLOCKS: Final = 1024
 """Blocks of a prompt that are named; a longer prompt is known by its first MiB."""
-HASH_DTYPE: Final = np.dtype("<u8")
+HASH_DTYPE: Final = "<u8"
+"""Of a name of a block, for numpy, which the router does without."""
 _HASH_BYTES: Final = 8
 _NONE: Final = msgspec.Raw(b"")
 
@@ -62,9 +62,9 @@ class PromptBlocks(msgspec.Struct, frozen=True, array_like=True):
     hashes: bytes
     text_bytes: int
 
-    def as_array(self) -> NDArray[np.uint64]:
-        """Return the hashes as an array."""
-        return np.frombuffer(self.hashes, HASH_DTYPE)
+    def names(self) -> list[int]:
+        """Return the hashes as numbers."""
+        return list(struct.unpack(f"<{len(self.hashes) // _HASH_BYTES}Q", self.hashes))
 
 
 def hash_prompt(text: bytes, namespace: bytes) -> PromptBlocks:

@@ -126,7 +126,7 @@ def test_request_reaches_the_pod_that_reports_its_blocks(isolated: bool) -> None
     digest = hashlib.sha256(b"secret").digest() if isolated else b""
     hashed = hash_body(json.dumps(body).encode(), derive_cache_namespace(digest, "salt"))
     assert hashed is not None
-    blocks = hashed.as_array().tolist()
+    blocks = hashed.names()
 
     async def answer(request: PodRequest, writer: asyncio.StreamWriter) -> None:
         writer.write(json_response(b"{}"))

@@ -175,7 +175,7 @@ def place_prompt_blocks(
     """
     if blocks is None or not blocks.hashes:
         return ()
-    hashes = blocks.as_array().tolist()
+    hashes = blocks.names()
     per_block = prompt_tokens * PROMPT_BLOCK_BYTES / blocks.text_bytes
     ends = (min(prompt_tokens, ceil(per_block * number)) for number in range(1, len(hashes) + 1))
     return tuple((max(0, end - 1) // page_size, block) for end, block in zip(ends, hashes, strict=True))

@@ -25,7 +25,7 @@ def test_name_depends_on_all_that_comes_before() -> None:
 def names(body: dict[str, object], namespace: bytes = b"") -> list[int]:
     blocks = hash_body(json.dumps(body).encode(), namespace)
     assert blocks is not None
-    hashes: list[int] = blocks.as_array().tolist()
+    hashes: list[int] = blocks.names()
     return hashes
 
 
@@ -35,7 +35,7 @@ def chat(*texts: str, **fields: object) -> dict[str, object]:
 
 def test_prompt_blocks_have_fixed_names() -> None:
     blocks = hash_prompt(b"x" * (2 * PROMPT_BLOCK_BYTES + 7), b"")
-    assert blocks.as_array().tolist() == [4647292325349206857, 18075703240426592285]
+    assert blocks.names() == [4647292325349206857, 18075703240426592285]
     assert blocks.text_bytes == 2 * PROMPT_BLOCK_BYTES + 7
 
 
