@@ -85,7 +85,7 @@ class _Follower:
         try:
             events = self._reader.feed(data)
         except StreamFault as fault:
-            self._connection.abort()
+            self._connection.abort(self)
             self._end(fault)
             return
         was_accepting = endpoint.pod.accepts_requests
@@ -204,4 +204,4 @@ class EventWatcher:
         except TimeoutError:
             raise StreamFault(f"no event within {FIRST_EVENT_SECONDS:g} s") from None
         finally:
-            connection.abort()
+            connection.abort(follower)

@@ -21,7 +21,7 @@ class _Collector:
     def on_data(self, data: bytes) -> None:
         self._body += data
         if len(self._body) > self._limit:
-            self._connection.abort()
+            self._connection.abort(self)
             message = f"a response of more than {self._limit} bytes"
             self.on_failure(UpstreamError(Failure.MALFORMED, message))
 
@@ -59,5 +59,5 @@ async def _exchange(connection: UpstreamConnection, request: bytes, limit: int) 
     try:
         return await collector.outcome
     except asyncio.CancelledError:
-        connection.abort()
+        connection.abort(collector)
         raise
