@@ -20,6 +20,7 @@ IDLE_SECONDS: Final = 30.0
 MAX_IDLE_CONNECTIONS: Final = 64
 MAX_HEAD_BYTES: Final = 1 << 16
 MAX_TRAILERS: Final = 8
+MAX_STATUS: Final = 599
 WRITE_HIGH_WATER_BYTES: Final = 1 << 18
 
 Headers = list[tuple[bytes, bytes]]
@@ -211,6 +212,9 @@ class UpstreamConnection(asyncio.Protocol):
         status = self._parser.get_status_code()
         if 100 <= status < 200:
             self._headers = []
+            return
+        if not 200 <= status <= MAX_STATUS:
+            self._fail(Failure.MALFORMED, f"the status is {status}, which HTTP does not have")
             return
         self._in_head = False
         lengths = [name for name, _ in self._headers if name in (b"content-length", b"transfer-encoding")]

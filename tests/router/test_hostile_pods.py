@@ -145,7 +145,7 @@ def keys(tmp_path: Path) -> str:
 
 
 def test_random_responses(keys: str, caplog: pytest.LogCaptureFixture) -> None:
-    run(fuzz(keys, SHORT))
+    run(fuzz(keys, SHORT), timeout_seconds=240)
     assert "request_handler_failed" not in caplog.text
 
 

@@ -330,6 +330,19 @@ def test_response_without_a_body_may_have_a_length(status: str) -> None:
     run(test())
 
 
+@pytest.mark.parametrize("status", [42, 999])
+def test_status_that_http_does_not_have_is_a_failure_of_the_pod(status: int) -> None:
+    async def answer(request: PodRequest, writer: asyncio.StreamWriter) -> None:
+        writer.write(f"HTTP/1.1 {status:03d} What\r\ncontent-length: 0\r\n\r\n".encode())
+
+    async def test() -> None:
+        async with routed(answer) as (running, _):
+            reply = await running.post(CHAT, {"model": "a"})
+            assert (reply.status_code, reply.json()["error"]["code"]) == (502, "upstream_failed")
+
+    run(test())
+
+
 def test_malformed_deadline_is_refused_here() -> None:
     async def test() -> None:
         async with routed(says("a")) as (running, (pod,)):
