@@ -1,4 +1,4 @@
-"""GET /events: what a router is told of a pod, with the test in place of the scheduler."""
+"""GET /events: what a router learns of a pod, with the test in place of the scheduler."""
 
 import json
 import socket

@@ -1,6 +1,6 @@
 """The simulated cluster: sessions, routers and pods as discrete events, with one clock and one seed.
 
-Routers are the router's own policies over its own endpoints, which are told of pods by the events of ``GET /events``, as old
+Routers are the router's own policies over its own endpoints, which follow pods by the events of ``GET /events``, as old
 as they are in reality.
 """
 
