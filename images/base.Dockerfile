@@ -15,5 +15,5 @@ RUN --mount=type=secret,id=apt.list,target=/etc/apt/sources.list.d/builder.list 
     --mount=type=secret,id=apt.conf,target=/etc/apt/apt.conf.d/90builder \
     --mount=type=secret,id=ca.crt,target=/run/secrets/ca.crt \
     apt-get update -qq \
-    && apt-get install -y -qq --no-install-recommends python3-numpy python3-torch \
+    && apt-get install -y -qq --no-install-recommends libopenblas0-openmp python3-numpy python3-torch \
     && rm -rf /var/lib/apt/lists/* /var/cache/apt /var/log/apt /var/log/dpkg.log

@@ -28,6 +28,13 @@ NEXT: Final = "traffic-next"
 URL: Final = f"http://{NAME}"
 MODEL: Final = "skiff-demo"
 PODS: Final = f"serving.skiff.dev/inferenceservice={NAME}"
+RUNTIME: Final = {
+    "device": "cpu",
+    "dtype": "float32",
+    "env": [{"name": "SKIFF_CPU_THREADS", "value": "1"}],
+}
+"""A CPU without instructions for bfloat16 computes the demo model several times as fast in float32, and the threads of two pods
+on two cores would wait for each other."""
 DEMO: Final = "demo"
 CHANGED: Final = "changed"
 """A revision of the model with other weights, and so with other right answers."""
@@ -75,7 +82,7 @@ def reports() -> Iterator[dict[str, dict[str, Any]]]:
 @pytest.fixture(scope="module")
 def service(kube: Kube, client: str) -> Iterator[str]:
     """One InferenceService for all scenarios, and the right answers of its model, recorded in the client pod."""
-    kube.apply(inference_service(NAME))
+    kube.apply(inference_service(NAME, runtime=RUNTIME))
     kube.wait_ready(NAME)
     TrafficRun(kube, client).record(URL, MODEL, DEMO)
     yield NAME
@@ -331,7 +338,7 @@ def changed_model(kube: Kube, client: str, service: str) -> str:
         timeout_seconds=150,
     )
     uri = f"pvc://models/{CHANGED}"
-    kube.apply(inference_service(NEXT, model={"uri": uri, "name": MODEL}))
+    kube.apply(inference_service(NEXT, model={"uri": uri, "name": MODEL}, runtime=RUNTIME))
     kube.wait_ready(NEXT)
     TrafficRun(kube, client).record(f"http://{NEXT}", MODEL, CHANGED)
     kube.run("delete", "infsvc", NEXT, "--timeout=60s")
