@@ -82,7 +82,7 @@ class ClientWriter:
         self._draining: asyncio.Task[None] | None = None
         self._source: UpstreamConnection | None = None
         self.has_begun = False
-        """True once the head of the response is written, which then is a stream of events."""
+        """True if the response began as a stream of events before a pod had the request."""
 
     async def send_whole(self, reply: Reply) -> None:
         """Send a complete response. Its length is that of its body: a pod's 304 may have the length of another one."""
