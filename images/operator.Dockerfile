@@ -1,4 +1,4 @@
-# The operator: no torch. BASE is any image with Python 3.11 or later as `python3`, with venv.
+# The operator and the router (command skiff-router): no torch. BASE is any image with Python 3.11 or later as `python3`, with venv.
 ARG BASE=python:3.13-slim
 
 FROM ${BASE} AS build
@@ -11,7 +11,7 @@ RUN --mount=type=secret,id=pip.conf,target=/run/secrets/pip.conf \
 FROM build AS requirements
 WORKDIR /source
 COPY pyproject.toml constraints.txt images/requirements.py ./
-RUN /opt/build/bin/python requirements.py /requirements operator
+RUN /opt/build/bin/python requirements.py /requirements operator router
 
 # The environment contains no pip. Bytecode that is never checked against its sources makes the start faster.
 FROM build AS dependencies
@@ -23,18 +23,24 @@ RUN --mount=type=secret,id=pip.conf,target=/run/secrets/pip.conf \
         --quiet --no-cache-dir --no-compile -r /requirements/requirements.txt -c /requirements/constraints.txt \
     && /opt/skiff/bin/python -m compileall -q -j 0 --invalidation-mode unchecked-hash /opt/skiff/lib
 
-# The operator needs only the contract of the runtime.
+# The operator needs only the contract of the runtime; the router also needs the HTTP path of its API.
 FROM dependencies AS application
 WORKDIR /source
 COPY pyproject.toml README.md LICENSE ./
 COPY operator/skiff_operator operator/skiff_operator
+COPY runtime/skiff_router runtime/skiff_router
 COPY runtime/skiff_runtime/__init__.py runtime/skiff_runtime/contract.py runtime/skiff_runtime/version.py runtime/skiff_runtime/
+COPY runtime/skiff_runtime/errors.py runtime/skiff_runtime/internals.py runtime/skiff_runtime/log.py runtime/skiff_runtime/sse.py runtime/skiff_runtime/
+COPY runtime/skiff_runtime/config/__init__.py runtime/skiff_runtime/config/api_keys.py runtime/skiff_runtime/config/config.py runtime/skiff_runtime/config/
+COPY runtime/skiff_runtime/api/__init__.py runtime/skiff_runtime/api/
+COPY runtime/skiff_runtime/api/http runtime/skiff_runtime/api/http
 RUN /opt/build/bin/pip wheel --quiet --no-deps --no-build-isolation --no-index --wheel-dir /wheels . \
     && /opt/build/bin/pip --python /opt/skiff/bin/python install \
         --quiet --no-deps --no-index --no-compile --target /opt/app /wheels/*.whl \
     && /opt/skiff/bin/python -m compileall -q -j 0 --invalidation-mode unchecked-hash /opt/app \
     && rm /opt/app/bin/skiff \
-    && PYTHONPATH=/opt/app /opt/app/bin/skiff-operator --help > /dev/null
+    && PYTHONPATH=/opt/app /opt/app/bin/skiff-operator --help > /dev/null \
+    && PYTHONPATH=/opt/app /opt/app/bin/skiff-router --help > /dev/null
 
 FROM ${BASE}
 RUN echo 'skiff:x:65532:65532::/tmp:/usr/sbin/nologin' >> /etc/passwd && echo 'skiff:x:65532:' >> /etc/group

@@ -12,11 +12,13 @@ import uvloop
 
 from skiff_operator import handlers, log, metrics
 from skiff_operator.apply import Applier
+from skiff_operator.autoscaler import Autoscaler
 from skiff_operator.cache import Cache
 from skiff_operator.client import Client, configure
 from skiff_operator.controller import Controller
 from skiff_operator.endpoints import serving
-from skiff_operator.errors import OperatorError, SettingsError
+from skiff_operator.errors import ApiNotFound, OperatorError, Retryable, SettingsError
+from skiff_operator.kinds import SCALED_OBJECT, Kind
 from skiff_operator.leader import Leadership
 from skiff_operator.model_caches.controller import ModelCacheController
 from skiff_operator.model_caches.index import Index
@@ -71,11 +73,12 @@ async def serve(settings: Settings) -> None:
     controller = Controller(observer, reconciler, streams, settings)
     metrics.registry.register(metrics.ObjectsCollector(cache))
     metrics.registry.register(metrics.StreamsCollector(streams))
-    extra = []
+    autoscaler = Autoscaler(cache, client, applier, controller.enqueue, settings)
+    extra: list[Callable[[], Coroutine[Any, Any, None]]] = [autoscaler.run]
     if index is not None:
         caches = ModelCacheController(client, index, cache, settings, synced=lambda: not streams.unsynced())
         extra.append(caches.run)
-    work = partial(_work, controller, settings, extra)
+    work = partial(_work, controller, client, settings, extra)
     try:
         async with serving(settings, unhealthy=controller.unhealthy, unready=streams.unsynced):
             lead = _lead(work, Leadership(client, settings)) if settings.leader_elect else work()
@@ -83,6 +86,7 @@ async def serve(settings: Settings) -> None:
     finally:
         await controller.startups.close()
         await analyzer.close()
+        await autoscaler.close()
         await client.close()
 
 
@@ -111,11 +115,30 @@ def _end_process(reason: str) -> None:
     os._exit(1)
 
 
+async def _served_kinds(client: Client, streams: WatchStreams) -> tuple[Kind, ...]:
+    """Return the kinds to watch that the API server serves: those of KEDA come and go with it."""
+    path = f"/apis/{SCALED_OBJECT.api_version}"
+    while SCALED_OBJECT in streams.kinds:
+        try:
+            await client.request("GET", path)
+        except ApiNotFound:
+            log.logger.warning("KEDA is not installed; no ScaledObject is watched", extra={"path": path})
+            return tuple(kind for kind in streams.kinds if kind != SCALED_OBJECT)
+        except Retryable:
+            await asyncio.sleep(_STOP_SECONDS)  # an API server may start late
+        else:
+            break
+    return streams.kinds
+
+
 async def _work(
-    controller: Controller, settings: Settings, extra: list[Callable[[], Coroutine[Any, Any, None]]]
+    controller: Controller,
+    client: Client,
+    settings: Settings,
+    extra: list[Callable[[], Coroutine[Any, Any, None]]],
 ) -> None:
     """Watch and reconcile until a signal stops kopf, with `extra` loops beside."""
-    controller.streams.begin()
+    controller.streams.begin(await _served_kinds(client, controller.streams))
     workers = [controller.work() for _ in range(settings.workers)]
     await _until_first(
         handlers.run(controller, settings), controller.resync(), *workers, *(loop() for loop in extra)

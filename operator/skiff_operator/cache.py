@@ -14,7 +14,7 @@ from skiff_operator.revisions import Observed, Revision, Target
 from skiff_operator.rollout_analysis import Analysis
 from skiff_operator.rollout_strategy import Choice
 from skiff_operator.spec import InferenceService, MountedCache
-from skiff_operator.status import Problem, Status
+from skiff_operator.status import Problem, Scaling, Status
 from skiff_operator.workload import PodState, Rollout
 from skiff_operator.workqueue import Key
 
@@ -73,7 +73,7 @@ class Entry(msgspec.Struct):
     `desired` is derived from `service` on first use; `manifests` holds the built objects while some are missing.
     `problem` is the last refusal of the API server. `decision` is the strategy that was chosen for the rollout to the
     desired revision; after a restart, the Deployment's own record of it counts. `analysis` is the one of its rollout, which
-    the next status shows. `restarts` counts restarts of containers that this process observed.
+    the next status shows, and `scaling` the last change of the number of pods by autoscaling. `restarts` counts restarts of containers that this process observed.
     """
 
     service: InferenceService | None = None
@@ -92,6 +92,7 @@ class Entry(msgspec.Struct):
     decision: Choice | None = None
     pods: dict[str, PodState] = msgspec.field(default_factory=dict)
     analysis: Analysis | None = None
+    scaling: Scaling | None = None
     restarts: int = 0
 
     @property
@@ -106,6 +107,27 @@ class Entry(msgspec.Struct):
         """The analysis of the last rollout, by this process or by the one before it."""
         written = self.status.analysis if self.status is not None else None
         return self.analysis or written
+
+    @property
+    def autoscaled(self) -> bool:
+        """True when the operator decides the number of pods; not while the spec is invalid."""
+        service = self.service
+        return (
+            service is not None
+            and service.spec.autoscaling is not None
+            and service.spec.autoscaling.engine == "Builtin"
+            and self.present
+            and not self.deleting
+            and self.invalid is None
+        )
+
+    @property
+    def last_scaling(self) -> Scaling | None:
+        """The last change of the number of pods by autoscaling, by this process or by the one before it."""
+        if self.service is None or self.service.spec.autoscaling is None:
+            return None
+        written = self.status.autoscaling if self.status is not None else None
+        return self.scaling or written
 
     @property
     def analyzed_baseline(self) -> str:
@@ -181,7 +203,7 @@ class Entry(msgspec.Struct):
     def clear(self) -> None:
         """Forget the InferenceService itself; its children may still exist."""
         self.service = self.status = self.desired = self.manifests = self.problem = self.invalid = None
-        self.analysis = None
+        self.analysis = self.scaling = None
         self.uid, self.deleting, self.decision = "", False, None
 
     @property

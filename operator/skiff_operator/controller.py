@@ -28,7 +28,7 @@ class Controller:
         self._reconciler = reconciler
         self._settings = settings
         self._queue = WorkQueue()
-        self.startups = StartupReader(observer, self._enqueue, enabled=settings.read_startup_phases)
+        self.startups = StartupReader(observer, self.enqueue, enabled=settings.read_startup_phases)
         self._resynced_at = time.monotonic()
         self._started = False
         metrics.queue_depth.set_function(lambda: len(self._queue))
@@ -44,14 +44,14 @@ class Controller:
             return
         for request in requests:
             if request is not None:
-                self._enqueue(request)
+                self.enqueue(request)
                 if request.started is not None:
                     self.startups.begin(request.key, request.started)
 
     def on_listed(self, stream: StreamKey, shown: set[str], resource_version: int) -> None:
         """Handle the end of a list; after the last list of a namespace, start to reconcile it."""
         for request in self._observer.observe_list_end(stream, shown, resource_version):
-            self._enqueue(request)
+            self.enqueue(request)
         if self.streams.listed(stream):
             self._start(stream.namespace)
 
@@ -120,13 +120,13 @@ class Controller:
             self._queue.done(key, failed=True)
             return "bug"
         if outcome.stage is not None:
-            self._enqueue(ReconcileRequest(key, outcome.stage))
+            self.enqueue(ReconcileRequest(key, outcome.stage))
         elif outcome.again_seconds:
             self._queue.add(key, Stage.STATUS, outcome.again_seconds)
         self._queue.done(key, failed=outcome.refused, partial=outcome.stage is not None)
         return "refused" if outcome.refused else "done"
 
-    def _enqueue(self, request: ReconcileRequest) -> None:
+    def enqueue(self, request: ReconcileRequest) -> None:
         """Queue a key, unless its namespace is not listed yet: the end of the list will queue it."""
         if not self.streams.synced(request.key[0]):
             return

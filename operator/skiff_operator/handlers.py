@@ -6,15 +6,15 @@ watch in order. Persistence, indices, posting and queueing limits of kopf are no
 
 import itertools
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import kopf
 
 from skiff_operator import reflector
-from skiff_operator.kinds import INFERENCE_SERVICE
+from skiff_operator.kinds import INFERENCE_SERVICE, Kind
 from skiff_operator.settings import Settings
-from skiff_operator.watch_streams import WATCHED, EventHandler
+from skiff_operator.watch_streams import EventHandler
 from skiff_runtime import contract
 
 
@@ -25,7 +25,7 @@ class _Backoffs:
         return itertools.chain((1.0, 2.0, 4.0, 8.0, 16.0), itertools.repeat(reflector.LAST_RETRY_SECONDS))
 
 
-def configure(settings: Settings) -> kopf.OperatorSettings:
+def configure(settings: Settings, kinds: Iterable[Kind]) -> kopf.OperatorSettings:
     """Return kopf's settings, each with its reason."""
     found = kopf.OperatorSettings()
     found.scanning.disabled = True  # the kinds are known; a new CRD needs no watch of all CRDs
@@ -38,13 +38,13 @@ def configure(settings: Settings) -> kopf.OperatorSettings:
     found.networking.request_timeout = min(60.0, settings.watch_inactivity_seconds)
     found.networking.error_backoffs = _Backoffs()
     found.process.ultimate_exiting_timeout = 20
-    for kind in WATCHED:
+    for kind in kinds:
         if kind != INFERENCE_SERVICE:
             found.watching.label_selectors[kind.group, kind.version, kind.plural] = contract.LABEL_SERVICE
     return found
 
 
-def register() -> kopf.OperatorRegistry:
+def register(kinds: Iterable[Kind]) -> kopf.OperatorRegistry:
     """Return a registry that declares the login and every kind to watch."""
     registry = kopf.OperatorRegistry()
 
@@ -55,7 +55,7 @@ def register() -> kopf.OperatorRegistry:
         raise AssertionError("kopf dispatched an event that the reflector should have taken")
 
     kopf.on.login(registry=registry)(login)
-    for kind in WATCHED:
+    for kind in kinds:
         kopf.on.event(kind.group, kind.version, kind.plural, id=kind.plural, registry=registry)(declared)
     return registry
 
@@ -66,6 +66,7 @@ async def run(handler: EventHandler, settings: Settings) -> None:
     Raises:
         OperatorError: this process cannot watch.
     """
-    await reflector.run(handler, register(), configure(settings), settings.namespaces)
+    kinds = handler.streams.kinds
+    await reflector.run(handler, register(kinds), configure(settings, kinds), settings.namespaces)
     # kopf leaves its generators of watch events unfinished, and asyncio would log that while the process ends.
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)

@@ -58,6 +58,10 @@ SERVICE: Final = Kind("Service", "", "v1", "services", Stage.NETWORK, False)
 DISRUPTION_BUDGET: Final = Kind(
     "PodDisruptionBudget", "policy", "v1", "poddisruptionbudgets", Stage.NETWORK, True
 )
+POD_AUTOSCALER: Final = Kind(
+    "HorizontalPodAutoscaler", "autoscaling", "v2", "horizontalpodautoscalers", Stage.NETWORK, False
+)
+SCALED_OBJECT: Final = Kind("ScaledObject", "keda.sh", "v1alpha1", "scaledobjects", Stage.NETWORK, True)
 MODEL_CACHE: Final = Kind(
     "ModelCache", contract.API_GROUP, contract.API_VERSION, "modelcaches", Stage.STATUS, True
 )
@@ -91,4 +95,7 @@ CREATED_BEFORE_PODS: Final = (*NEEDED_BY_PODS, NETWORK_POLICY, CONTROLLER_REVISI
 Without its policy it would accept connections from everywhere; a template that is not recorded would be lost.
 """
 
-BY_NAME: Final = {kind.name: kind for kind in CHILDREN}
+ENGINES: Final = {"HPA": POD_AUTOSCALER, "KEDA": SCALED_OBJECT}
+"""The kinds of children of other autoscaling engines, which an operator has only if it was started with them."""
+
+BY_NAME: Final = {kind.name: kind for kind in (*CHILDREN, *ENGINES.values())}

@@ -60,6 +60,22 @@ pod_startup: Final = Histogram(
     buckets=(0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600),
     registry=registry,
 )
+scalings: Final = Counter(
+    contract.OPERATOR_SCALINGS.removesuffix("_total"),
+    "Changes of the number of pods that autoscaling made, by direction.",
+    ["direction"],
+    registry=registry,
+)
+load_readings: Final = Counter(
+    contract.OPERATOR_LOAD_READINGS.removesuffix("_total"),
+    "Readings of pods' load for autoscaling by result: answered or silent.",
+    ["result"],
+    registry=registry,
+)
+for _direction in ("up", "down"):
+    scalings.labels(_direction)
+for _result in ("answered", "silent"):
+    load_readings.labels(_result)
 for _step in STEPS:
     pod_startup.labels(_step)
 for _result in ("done", "retry", "refused", "bug"):

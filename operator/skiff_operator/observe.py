@@ -161,7 +161,7 @@ class Observer:
         changed = (entry.uid, entry.generation) != (meta["uid"], meta["generation"])
         requested = entry.service is not None and spec.requests(obj) != entry.service.requests
         if entry.uid != meta["uid"]:
-            entry.analysis = None
+            entry.analysis = entry.scaling = None
         entry.uid, entry.resource_version = meta["uid"], meta["resourceVersion"]
         entry.deleting = "deletionTimestamp" in meta
         entry.status = status.read(obj.get("status"))

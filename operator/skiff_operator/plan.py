@@ -19,6 +19,7 @@ from skiff_operator.resources import (
     disruption_budget,
     model_cache_claim,
     network_policy,
+    pod_autoscaler,
     service,
     service_account,
     volumes,
@@ -62,8 +63,11 @@ def objects(inference_service: InferenceService, settings: Settings) -> Objects:
     deployment.record_spec(made, revisions.spec_hash(inference_service))
     built.append(made)
     built.append(service.build(inference_service))
-    if inference_service.spec.replicas > 1:
+    if inference_service.spec.most_replicas > 1:
         built.append(disruption_budget.build(inference_service))
+    autoscaling = inference_service.spec.autoscaling
+    if autoscaling is not None and autoscaling.engine != "Builtin":
+        built.append(pod_autoscaler.build(inference_service, autoscaling, settings))
     for obj in built:
         (deployment.stamp if obj is made else stamp)(obj)
     return {(BY_NAME[obj["kind"]], obj["metadata"]["name"]): obj for obj in built}

@@ -23,34 +23,26 @@ _ALL_SECONDS: Final = 5.0
 _MAX_PAGE_BYTES: Final = 1 << 20
 
 
-async def read_metrics(addresses: Sequence[str], reduce: Callable[[str], T | None]) -> list[T | None]:
-    """Read the pages of the pods at these IP addresses, all at the same time, and return what `reduce` makes of each.
+class MetricsReader:
+    """Reads pages over connections that stay open, for pods that are read again and again."""
 
-    It is None for a pod that does not answer in time.
-    """
-    found: list[T | None] = [None] * len(addresses)
+    def __init__(self, *, connections: int = _CONNECTIONS) -> None:
+        """Open at most `connections` at a time."""
+        self._connections = connections
+        self._session: aiohttp.ClientSession | None = None
 
-    async def read(session: aiohttp.ClientSession, index: int) -> None:
-        host = url_host(addresses[index])
-        if not host:
-            return
-        url = f"http://{host}:{contract.API_PORT}{contract.PATH_METRICS}"
-        try:
-            async with session.get(url, allow_redirects=False) as response:
-                if response.status != 200:
-                    return
-                page = await read_body(response, _MAX_PAGE_BYTES)
-        except (aiohttp.ClientError, TimeoutError, OSError):
-            return
-        found[index] = reduce(page.decode(errors="replace"))
+    async def read(self, addresses: Sequence[str], reduce: Callable[[str], T | None]) -> list[T | None]:
+        """Read the pages of the pods at these IP addresses, all at the same time, and return what `reduce` makes of each.
 
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=_PAGE_SECONDS, sock_read=_PAGE_SECONDS)
-    connector = aiohttp.TCPConnector(limit=_CONNECTIONS)
-    jar = aiohttp.DummyCookieJar()
-    async with aiohttp.ClientSession(
-        timeout=timeout, connector=connector, cookie_jar=jar, trust_env=False
-    ) as session:
-        tasks = [asyncio.create_task(read(session, index)) for index in range(len(addresses))]
+        It is None for a pod that does not answer in time.
+        """
+        found: list[T | None] = [None] * len(addresses)
+
+        async def read(index: int) -> None:
+            page = await self._get(addresses[index])
+            found[index] = None if page is None else reduce(page)
+
+        tasks = [asyncio.create_task(read(index)) for index in range(len(addresses))]
         if tasks:
             try:
                 await asyncio.wait(tasks, timeout=_ALL_SECONDS)
@@ -58,7 +50,49 @@ async def read_metrics(addresses: Sequence[str], reduce: Callable[[str], T | Non
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
-    return found
+        return found
+
+    async def close(self) -> None:
+        """Close the connections."""
+        if self._session is not None:
+            await self._session.close()
+
+    async def _get(self, address: str) -> str | None:
+        """Return the page of a pod, or None."""
+        host = url_host(address)
+        if not host:
+            return None
+        url = f"http://{host}:{contract.API_PORT}{contract.PATH_METRICS}"
+        try:
+            async with self._pool().get(url, allow_redirects=False) as response:
+                if response.status != 200:
+                    return None
+                page = await read_body(response, _MAX_PAGE_BYTES)
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            return None
+        return page.decode(errors="replace")
+
+    def _pool(self) -> aiohttp.ClientSession:
+        """Return the session, made on first use because it belongs to the running event loop."""
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                timeout=aiohttp.ClientTimeout(
+                    total=None, sock_connect=_PAGE_SECONDS, sock_read=_PAGE_SECONDS
+                ),
+                connector=aiohttp.TCPConnector(limit=self._connections),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                trust_env=False,
+            )
+        return self._session
+
+
+async def read_metrics(addresses: Sequence[str], reduce: Callable[[str], T | None]) -> list[T | None]:
+    """Read the pages of pods once, as `MetricsReader.read` does."""
+    reader = MetricsReader()
+    try:
+        return await reader.read(addresses, reduce)
+    finally:
+        await reader.close()
 
 
 def url_host(address: str) -> str:

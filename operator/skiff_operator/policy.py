@@ -32,6 +32,7 @@ def check(service: InferenceService, settings: Settings) -> None:
     _check_prefetch(service, settings)
     _check_arguments(service)
     _check_gpus(service, settings)
+    _check_engine(service, settings)
     rollout_strategy.check(service.spec.rollout)
     overlay.check(service.spec.pod_template, allow_host_path=settings.allow_host_path)
 
@@ -104,3 +105,13 @@ def _check_gpus(service: InferenceService, settings: Settings) -> None:
 def field_of(flag: str) -> str:
     """Return the field of the spec that decides a flag of `skiff serve`; empty if none does."""
     return _OWNED_FLAGS.get(flag, "")
+
+
+def _check_engine(service: InferenceService, settings: Settings) -> None:
+    autoscaling = service.spec.autoscaling
+    if autoscaling is None or autoscaling.engine in ("Builtin", *settings.autoscaling_engines):
+        return
+    raise InvalidSpec(
+        f"spec.autoscaling.engine: {autoscaling.engine} is off; use engine Builtin, or start the operator with "
+        f"--autoscaling-engines={autoscaling.engine} (autoscaling.engines in the chart)"
+    )

@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 from skiff_operator import plan, revisions, rollback, rollout_strategy, status
 from skiff_operator.apply import Applier, Failure, Goal, clock
 from skiff_operator.cache import DesiredState, Entry, Objects
-from skiff_operator.errors import ApiConflict, ApiFailed, InvalidSpec, Permanent
+from skiff_operator.errors import ApiConflict, ApiFailed, ApiNotFound, InvalidSpec, Permanent
 from skiff_operator.events import Announcement
-from skiff_operator.kinds import CONTROLLER_REVISION, DEPLOYMENT, SERVICE, Stage
+from skiff_operator.kinds import CONTROLLER_REVISION, DEPLOYMENT, SCALED_OBJECT, SERVICE, Stage
 from skiff_operator.model_caches.index import Index
 from skiff_operator.nodes import Nodes
 from skiff_operator.observe import Observer
@@ -310,6 +310,8 @@ class Reconciler:
 def _message(failure: Failure) -> str:
     """Return the error's message, prefixed with the child where it lacks the name, as admission webhooks' messages do."""
     step, text = failure.step, str(failure.error)
+    if step.kind == SCALED_OBJECT and isinstance(failure.error, ApiNotFound):
+        text = "KEDA is not installed; install it and restart the operator, or use spec.autoscaling.engine Builtin"
     return text if step.name in text else f"{step.kind.name} {step.name}: {text}"
 
 
@@ -349,6 +351,7 @@ def _facts(
         announcement=_announcement(entry),
         restored=target.deployed if target and target.failed else "",
         analysis=entry.last_analysis,
+        scaling=entry.last_scaling,
     )
 
 

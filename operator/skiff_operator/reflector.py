@@ -13,7 +13,7 @@ import inspect
 import logging
 import pkgutil
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import replace
 from importlib.metadata import version
 from typing import Any, Final, Literal, NoReturn
@@ -27,9 +27,9 @@ from kopf._core.reactor import queueing
 
 from skiff_operator.client import retry_after_seconds
 from skiff_operator.errors import OperatorError
-from skiff_operator.kinds import INFERENCE_SERVICE
+from skiff_operator.kinds import INFERENCE_SERVICE, Kind
 from skiff_operator.log import logger
-from skiff_operator.watch_streams import WATCHED, EventHandler, StreamKey
+from skiff_operator.watch_streams import EventHandler, StreamKey
 
 BORROWED: Final = {
     "kopf._cogs.clients.watching.infinite_watch": {"settings", "resource", "namespace", "operator_paused"},
@@ -105,7 +105,7 @@ async def run(
         try:
             await asyncio.wait({operator, discovered}, return_when=asyncio.FIRST_COMPLETED)
             if not operator.done():
-                _require_kinds(insights.watched_resources)
+                _require_kinds(handler.streams.kinds, insights.watched_resources)
             await operator
         except kopf.LoginError as error:
             raise OperatorError(f"the API server accepts no credentials of this process: {error}") from error
@@ -120,7 +120,7 @@ async def run(
 @contextlib.contextmanager
 def _reflected(handler: EventHandler) -> Iterator[None]:
     """Replace kopf's loop of lists and watches by `Reflector` inside the block."""
-    kinds = {(kind.group, kind.version, kind.plural): kind for kind in WATCHED}
+    kinds = {(kind.group, kind.version, kind.plural): kind for kind in handler.streams.kinds}
     original = watching.infinite_watch
 
     def reflect(
@@ -334,9 +334,9 @@ class Reflector:
         return min(delay, self._last_delay)
 
 
-def _require_kinds(found: set[Any]) -> None:
+def _require_kinds(kinds: Iterable[Kind], found: set[Any]) -> None:
     served = {(each.group, each.version, each.plural) for each in found}
-    for kind in WATCHED:
+    for kind in kinds:
         if (kind.group, kind.version, kind.plural) not in served:
             advice = (
                 "; apply manifests/crds first (the chart does it by itself)"

@@ -27,7 +27,8 @@ RESTARTED: Final = "restarted"
 UPGRADED: Final = "upgraded"
 WAVE: Final = "upgraded in a wave"
 
-_NOT_OF_PODS: Final = ("replicas", "rollout")
+NOT_OF_PODS: Final = ("replicas", "autoscaling", "rollout")
+"""Fields that change no pod; a return to an earlier revision keeps them, too."""
 
 
 class Revision(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,7 +102,7 @@ def pod_spec(service: InferenceService) -> dict[str, Any]:
 
     Fields with their default value are left out: a later version adds fields, and that must not change the hash.
     """
-    return explicit(service.spec, skip=_NOT_OF_PODS)
+    return explicit(service.spec, skip=NOT_OF_PODS)
 
 
 def object_name(service: str, spec_digest: str, revision: str) -> str:

@@ -21,6 +21,7 @@ _RESOURCE_NAME: Final = re.compile(r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?/[A-Za-z0-9](
 """An extended resource: a domain and a name."""
 _OBJECT_NAME: Final = re.compile(r"(?=.{1,253}\Z)[a-z0-9]([-.a-z0-9]*[a-z0-9])?")
 UPGRADE_POLICIES: Final = ("Manual", "Waves")
+AUTOSCALING_ENGINES: Final = ("HPA", "KEDA")
 VERSION: Final = importlib.metadata.version("skiff")
 
 
@@ -36,11 +37,15 @@ class Settings:
     allow_privileged_pods: bool = False
     model_caches: bool = False
     model_cache_chown: bool = True
+    router_exclusive: bool = False
     gpu_resource_name: str = "nvidia.com/gpu"
     upgrade_policy: str = "Manual"
     upgrade_max_unavailable: int = 1
     rollback_after_seconds: float = 60.0
     rollout_metrics_seconds: float = 10.0
+    autoscaling_seconds: float = 1.0
+    autoscaling_engines: tuple[str, ...] = ()
+    prometheus_address: str = ""
     workers: int = 8
     resync_seconds: float = 30.0
     watch_timeout_seconds: int = 300
@@ -62,6 +67,7 @@ class Settings:
             "upgrade_max_unavailable",
             "rollback_after_seconds",
             "rollout_metrics_seconds",
+            "autoscaling_seconds",
             "workers",
             "resync_seconds",
             "watch_timeout_seconds",
@@ -84,6 +90,13 @@ class Settings:
             raise SettingsError("--lease-renew-seconds must be at most half of --lease-duration-seconds")
         if self.upgrade_policy not in UPGRADE_POLICIES:
             raise SettingsError(f"--upgrade-policy must be {' or '.join(UPGRADE_POLICIES)}")
+        for engine in self.autoscaling_engines:
+            if engine not in AUTOSCALING_ENGINES:
+                raise SettingsError(f"--autoscaling-engines must be among {', '.join(AUTOSCALING_ENGINES)}")
+        if "KEDA" in self.autoscaling_engines and not self.prometheus_address:
+            raise SettingsError(
+                "--autoscaling-engines=KEDA needs --prometheus-address, from which KEDA reads"
+            )
         if self.log_level not in ("debug", "info", "warning", "error"):
             raise SettingsError("--log-level must be debug, info, warning or error")
 
@@ -121,12 +134,17 @@ _HELP: Final = {
     "other ServiceAccounts, and tokens of the API server",
     "model_caches": "serve ModelCaches, whose fetchers run in the namespace of the Lease; needs all namespaces",
     "model_cache_chown": "give directories of ModelCaches to the fetchers' user by an init container that is root",
+    "router_exclusive": "where spec.networkPolicy has no from, only the namespace of the Lease, in which the router is, may "
+    "use the API, and not the pods of the InferenceService's own namespace",
     "gpu_resource_name": "extended resource that each rank requests once, when the spec names none",
     "upgrade_policy": "Manual: pods keep the template of an older operator until `skiff rollout upgrade`; "
     "Waves: a few InferenceServices at a time adopt the present one",
     "upgrade_max_unavailable": "InferenceServices that adopt a new template at the same time, with Waves",
     "rollback_after_seconds": "a revision that fails for this long is rolled back, if the spec has autoRollback",
     "rollout_metrics_seconds": "pods' metrics are read this often during and after a rollout, if the spec has autoRollback",
+    "autoscaling_seconds": "the number of pods is decided this often, if the spec has autoscaling",
+    "autoscaling_engines": "permit spec.autoscaling.engine HPA or KEDA, separated by commas, beside Builtin",
+    "prometheus_address": "Prometheus from which KEDA reads, such as http://prometheus.monitoring:9090",
     "workers": "InferenceServices reconciled at the same time",
     "resync_seconds": "every InferenceService that is not backing off is looked at again this often, from the cache",
     "watch_timeout_seconds": "the API server ends each watch request after this long; load balancers may need less",

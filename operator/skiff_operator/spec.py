@@ -21,6 +21,9 @@ _REQUEST_CHARACTERS: Final = 64
 """More of such an annotation does not count, and is not copied to pods."""
 _ENDPOINT: Final = re.compile(r"https?://[A-Za-z0-9.\[\]:_-]+(/[^\s?#@]*)?")
 _FETCHED: Final = ", ".join(f"{scheme}://" for scheme in contract.FETCHED_SCHEMES)
+_SCALE_TO_ZERO_SECONDS: Final = 600
+_MAX_WINDOW_SECONDS: Final = 3600
+_TARGETS: Final = "concurrency, queuedTokens, kvCacheUtilization and ttftSeconds"
 _HINT: Final = "compare it with `kubectl explain inferenceservice.spec`"
 
 
@@ -155,6 +158,50 @@ class RolloutPolicy(_Strict, frozen=True):
     revision_history_limit: int = 10
 
 
+class AutoscalingTargets(_Strict, frozen=True):
+    """The load of one pod that autoscaling keeps; each one that is given demands its number of pods, and the largest counts.
+
+    `concurrency`: requests that run or wait. `queued_tokens`: prompt tokens of waiting requests.
+    `kv_cache_utilization`: percent of the KV cache that running requests occupy. `ttft_seconds`: mean time to first token.
+    """
+
+    concurrency: int | None = None
+    queued_tokens: int | None = None
+    kv_cache_utilization: int | None = None
+    ttft_seconds: float | None = None
+
+    @property
+    def given(self) -> dict[str, float]:
+        """The targets that are set, by their names in the spec."""
+        return {
+            field.encode_name: value
+            for field in msgspec.structs.fields(self)
+            if (value := getattr(self, field.name)) is not None
+        }
+
+
+class Autoscaling(_Strict, frozen=True):
+    """The number of pods by their load. The autoscaler writes `spec.replicas` by the subresource `scale`, as any other does.
+
+    `engine`: Builtin is the operator itself; of the others it makes the objects.
+    `scale_down_delay_seconds`: fewer pods must have been enough for this long. `scale_to_zero_after_seconds`: time without
+    a request after which no pod is left, if `min_replicas` is 0.
+    """
+
+    max_replicas: int
+    min_replicas: int = 1
+    targets: AutoscalingTargets = AutoscalingTargets(concurrency=32)
+    scale_down_delay_seconds: int = 300
+    scale_to_zero_after_seconds: int | None = None
+    engine: Literal["Builtin", "HPA", "KEDA"] = "Builtin"
+
+    @property
+    def idle_seconds(self) -> int:
+        """The time without a request after which no pod is left."""
+        after = self.scale_to_zero_after_seconds
+        return _SCALE_TO_ZERO_SECONDS if after is None else after
+
+
 class Spec(_Strict, frozen=True):
     """The complete `spec`, with defaults filled in."""
 
@@ -162,6 +209,7 @@ class Spec(_Strict, frozen=True):
     runtime: Runtime = Runtime()
     parallelism: Parallelism = Parallelism()
     replicas: int = 1
+    autoscaling: Autoscaling | None = None
     cache: Cache = Cache()
     kernel_cache: KernelCache | None = None
     startup: Startup = Startup()
@@ -173,6 +221,13 @@ class Spec(_Strict, frozen=True):
     node_selector: dict[str, str] = {}
     tolerations: tuple[dict[str, Any], ...] = ()
     pod_template: dict[str, Any] = {}
+
+    @property
+    def most_replicas(self) -> int:
+        """The largest number of pods without an edit of the spec by its owner."""
+        return (
+            self.replicas if self.autoscaling is None else max(self.replicas, self.autoscaling.max_replicas)
+        )
 
 
 class MountedCache(msgspec.Struct, frozen=True):
@@ -321,5 +376,42 @@ def _check(spec: Spec) -> None:
             raise InvalidSpec("spec.kernelCache: only device cuda compiles kernels; remove it")
     if spec.runtime.device != "cuda" and spec.runtime.gpu_resource_name is not None:
         raise InvalidSpec("spec.runtime.gpuResourceName: only device cuda takes GPUs; remove it")
+    if spec.autoscaling is not None:
+        _check_autoscaling(spec.autoscaling)
     if spec.replicas < 0 or spec.parallelism.tensor < 1:
         raise InvalidSpec("spec.replicas must be 0 or more, and spec.parallelism.tensor 1 or more")
+
+
+def _check_autoscaling(autoscaling: Autoscaling) -> None:
+    where: Final = "spec.autoscaling"
+    least, most = autoscaling.min_replicas, autoscaling.max_replicas
+    if least < 0 or most < 1:
+        raise InvalidSpec(f"{where}: minReplicas must be 0 or more, and maxReplicas 1 or more")
+    if least > most:
+        raise InvalidSpec(
+            f"{where}.minReplicas: {least} exceeds maxReplicas, {most}; lower it, or raise maxReplicas"
+        )
+    given = autoscaling.targets.given
+    if not given:
+        raise InvalidSpec(f"{where}.targets: set at least one of {_TARGETS}, or remove targets")
+    for name, value in given.items():
+        if not value > 0:
+            raise InvalidSpec(f"{where}.targets.{name}: must be greater than 0")
+    if autoscaling.scale_to_zero_after_seconds is not None and least > 0:
+        raise InvalidSpec(
+            f"{where}.scaleToZeroAfterSeconds: {least} pods always stay; remove it, or set minReplicas to 0"
+        )
+    if autoscaling.engine != "Builtin" and autoscaling.scale_down_delay_seconds > _MAX_WINDOW_SECONDS:
+        raise InvalidSpec(
+            f"{where}.scaleDownDelaySeconds: a HorizontalPodAutoscaler allows {_MAX_WINDOW_SECONDS} at most; lower it, "
+            "or use engine Builtin"
+        )
+    if autoscaling.engine == "HPA" and least == 0:
+        raise InvalidSpec(
+            f"{where}.minReplicas: a HorizontalPodAutoscaler keeps at least one pod; set 1, or use engine Builtin or KEDA"
+        )
+    if autoscaling.engine == "HPA" and autoscaling.targets.ttft_seconds is not None:
+        raise InvalidSpec(
+            f"{where}.targets.ttftSeconds: a HorizontalPodAutoscaler reads gauges only; remove it, or use engine Builtin "
+            "or KEDA"
+        )

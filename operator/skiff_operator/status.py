@@ -78,6 +78,14 @@ class LastFailure(msgspec.Struct, frozen=True, rename="camel"):
     remedy: str = ""
 
 
+class Scaling(msgspec.Struct, frozen=True, rename="camel"):
+    """The last change of the number of pods under autoscaling: the number, the reason in words, and the time (RFC 3339)."""
+
+    desired_replicas: int
+    message: str
+    at: str
+
+
 class Status(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
     """The `status` of an InferenceService. Counts are pods."""
 
@@ -93,6 +101,7 @@ class Status(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
     last_failure: LastFailure | None = None
     startup: PodStartup | None = None
     analysis: Analysis | None = None
+    autoscaling: Scaling | None = None
 
     @property
     def analyzing(self) -> bool:
@@ -119,7 +128,7 @@ class Facts:
     `shortage` is a message when no node could hold a pod, `obstacle` an Event about a pod whose containers are not
     created. `draining` are the pods that are being deleted, and `announcement` describes a rollout that replaces pods
     in place. `outdated` is the version of the operator whose template the pods keep, if this one would build another.
-    `paused`: the Deployment replaces no pods. `restored`: the revision to which a rollback returned, or empty.
+    `scaling`: the last change of the number of pods, with autoscaling. `paused`: the Deployment replaces no pods. `restored`: the revision to which a rollback returned, or empty.
 
     The rest is derived. `live` are the pods that have not terminated, `new_pods` those of them that have the desired
     revision, and `older` the others; `new_ready` is the number of new pods that are ready. `placed` is true if a new
@@ -144,6 +153,7 @@ class Facts:
     announcement: str = ""
     restored: str = ""
     analysis: Analysis | None = None
+    scaling: Scaling | None = None
     live: list[PodState] = field(init=False)
     new_pods: list[PodState] = field(init=False)
     older: list[PodState] = field(init=False)
@@ -194,6 +204,7 @@ def report(facts: Facts, previous: Status | None, now: str) -> Status:
         last_failure=_last_failure(facts, concerned, previous),
         startup=_startup(facts, previous),
         analysis=facts.analysis,
+        autoscaling=facts.scaling,
     )
 
 

@@ -6,17 +6,23 @@ Probes and metrics report missing, refused and dead streams from here.
 
 import asyncio
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
-from skiff_operator.kinds import CHILDREN, INFERENCE_SERVICE, POD, Kind
+from skiff_operator.kinds import CHILDREN, ENGINES, INFERENCE_SERVICE, POD, Kind
 from skiff_operator.settings import Settings
 
 Event = Literal["LISTED", "ADDED", "MODIFIED", "DELETED"]
 """The kind of an observation: an object of a list, or a watch event."""
 
-WATCHED = (INFERENCE_SERVICE, *CHILDREN, POD)
-"""Every kind that is watched. InferenceServices are listed first: children are compared with them."""
+
+def watched(engines: Iterable[str]) -> tuple[Kind, ...]:
+    """Return every kind that is watched, with those of other autoscaling engines.
+
+    InferenceServices are listed first: children are compared with them.
+    """
+    return (INFERENCE_SERVICE, *CHILDREN, *(ENGINES[engine] for engine in engines), POD)
 
 
 class StreamKey(NamedTuple):
@@ -50,6 +56,8 @@ class WatchStreams:
 
     def __init__(self, settings: Settings) -> None:
         """Create the records of the streams that `settings` require."""
+        self.kinds = watched(settings.autoscaling_engines)
+        """The kinds that are watched; fixed once they have begun."""
         self._settings = settings
         self._scopes: tuple[str | None, ...] = settings.namespaces or (None,)
         self._dead_after = settings.stream_dead_after_seconds
@@ -57,10 +65,11 @@ class WatchStreams:
         self._synced: set[str | None] = set()
         self._services_listed = {scope: asyncio.Event() for scope in self._scopes}
 
-    def begin(self) -> None:
-        """Expect every stream from now on."""
+    def begin(self, kinds: tuple[Kind, ...] | None = None) -> None:
+        """Expect every stream from now on; of `kinds` only, if the API server does not serve the others."""
+        self.kinds = kinds or self.kinds
         for namespace in self._scopes:
-            for kind in WATCHED:
+            for kind in self.kinds:
                 self._streams[StreamKey(kind, namespace)] = Stream()
             self.heard(StreamKey(INFERENCE_SERVICE, namespace))
 
@@ -88,9 +97,11 @@ class WatchStreams:
         self.heard(key)
         if key.kind == INFERENCE_SERVICE and not self._services_listed[scope].is_set():
             self._services_listed[scope].set()
-            for kind in WATCHED:
+            for kind in self.kinds:
                 self.heard(StreamKey(kind, scope))
-        if scope in self._synced or not all(self._streams[StreamKey(kind, scope)].synced for kind in WATCHED):
+        if scope in self._synced or not all(
+            self._streams[StreamKey(kind, scope)].synced for kind in self.kinds
+        ):
             return False
         self._synced.add(scope)
         return True

@@ -27,8 +27,9 @@ PROXIED: Final = (
     contract.PATH_SCORE_BARE,
     contract.PATH_TOKENIZE,
     contract.PATH_DETOKENIZE,
+    contract.PATH_GENERATE,
 )
-"""Paths whose POST goes to a pod of the body's ``model``."""
+"""Paths whose POST goes to a pod of the request's model."""
 
 
 class RouterApp:
@@ -79,12 +80,12 @@ class RouterApp:
             states = [endpoint.state for endpoint in backend.endpoints]
             models.append(
                 {
-                    "id": backend.model,
-                    "key": backend.key,
+                    "id": self._registry.public_name(backend),
                     "object": "model",
                     "created": self._created,
                     "owned_by": "skiff",
-                    "ready": "available" in states,
+                    "service": backend.key,
+                    "state": backend.state,
                     "pods": {state: states.count(state) for state in sorted(set(states))},
                 }
             )

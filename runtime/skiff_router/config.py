@@ -8,29 +8,36 @@ from typing import Final
 
 from skiff_router import policies
 from skiff_router.upstream import Address
+from skiff_router.usage_log import STDOUT
 from skiff_runtime.config.api_keys import read_api_keys
-from skiff_runtime.contract import ENV_PREFIX, FLAG_API_KEY_FILE, FLAG_HOST, FLAG_PORT
+from skiff_runtime.contract import FLAG_API_KEY_FILE, FLAG_HOST, FLAG_PORT
 from skiff_runtime.errors import ConfigError
 
 DEFAULT_PORT: Final = 8080
 MAX_BACKENDS: Final = 1024
+MAX_NAMESPACES: Final = 64
+"""Each costs the API server two watches."""
+FLAG_LIMITS_FILE: Final = "--limits-file"
+FLAG_USAGE_LOG: Final = "--usage-log"
 _BACKEND: Final = re.compile(
     r"(?P<model>[^=\s]+)=http://(?P<host>\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+):(?P<port>\d{1,5})/?"
 )
 
-DESCRIPTION: Final = (
-    "Serve all models under one URL: route each request by its model to a pod that is ready and least loaded."
-)
+_NAMESPACE: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+
+DESCRIPTION: Final = "Serve all models under one URL: route each request by its model to the pod that is expected to answer it soonest."
 EPILOG: Final = """\
 A request that fails before the first byte of its response is tried on another pod, at
 most three times in all; a stream that breaks off later ends with an error event. Pods
 that hang, drain or refuse connections get no requests until a probe of /readyz succeeds.
+Requests for an InferenceService without a ready pod wait for one, and ask for one if it has
+autoscaling; streams get comments with the progress of the start.
 
   GET /v1/models   the models, with the number of their pods by state
   GET /livez, /readyz, /metrics
   POST /v1/...     to a pod of the body's 'model', which is the name of a model or, with
                    --kubernetes, NAMESPACE/NAME of an InferenceService; so do /rerank,
-                   /score, /tokenize and /detokenize
+                   /score, /tokenize and /detokenize, and /generate by X-Skiff-Model
 
 examples:
   skiff router --backend llama=http://10.0.0.7:8000 --backend llama=http://10.0.0.8:8000
@@ -44,19 +51,24 @@ class RouterConfig:
     """The options of one router.
 
     ``backends``: addresses of pods by the name of their model; empty with ``kubernetes``, where InferenceServices name
-    them, those of ``namespace`` or of all namespaces if it is None.
+    them, those of ``namespaces`` or of all namespaces if it is empty.
     """
 
     host: str
     port: int
     backends: dict[str, tuple[Address, ...]]
     kubernetes: bool
-    namespace: str | None
+    namespaces: tuple[str, ...]
     policy: str
     api_key_file: str | None
+    limits_file: str | None
+    usage_log: str | None
     backend_api_key: str
     first_byte_timeout_seconds: float
     drain_timeout_seconds: float
+    max_waiting_requests: int
+    max_waiting_bytes: int
+    waiting_timeout_seconds: float
     max_request_bytes: int
     max_connections: int
     log_level: str
@@ -85,14 +97,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--namespace",
-        default=None,
+        action="append",
+        default=[],
         metavar="NAME",
-        help="only those of one namespace (default: all)",
+        help="only those of this namespace; may be repeated (default: all)",
     )
     parser.add_argument(
         "--policy",
         choices=policies.NAMES,
-        default=policies.LEAST_LOAD,
+        default=policies.PREFIX,
         help="how a pod is chosen (default: %(default)s)",
     )
     parser.add_argument(
@@ -101,6 +114,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="file of the API keys that clients need, a KEY or NAME: KEY on each line; read again when it changes. "
         "Without it, clients' keys are passed on, and pods check them",
+    )
+    parser.add_argument(
+        FLAG_LIMITS_FILE,
+        default=None,
+        metavar="FILE",
+        help="JSON file of limits for each key, {default: LIMITS, keys: {NAME: LIMITS}}, where LIMITS are "
+        "requestsPerMinute, tokensPerMinute and concurrency of this router; read again when it changes. "
+        f"Only with {FLAG_API_KEY_FILE}",
+    )
+    parser.add_argument(
+        FLAG_USAGE_LOG,
+        default=None,
+        metavar="FILE",
+        help=f"file to which a line of JSON is added for each request, with its tokens and the name of its key; "
+        f"{STDOUT}: the standard output",
     )
     parser.add_argument(
         "--backend-api-key-file",
@@ -123,6 +151,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="limit on the time for running requests after SIGTERM (default: %(default)g)",
     )
     parser.add_argument(
+        "--max-waiting-requests",
+        type=int,
+        default=4096,
+        metavar="NUMBER",
+        help="requests of all models that wait for a pod of an InferenceService to be ready; beyond it, or with 0, "
+        "others get a 429 or a 503 (default: %(default)d)",
+    )
+    parser.add_argument(
+        "--max-waiting-bytes",
+        type=int,
+        default=128 << 20,
+        metavar="BYTES",
+        help="bodies of the requests that wait, in all; beyond it, a 429 (default: %(default)d)",
+    )
+    parser.add_argument(
+        "--waiting-timeout-seconds",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="limit on the time for which a request waits for a pod (default: %(default)g)",
+    )
+    parser.add_argument(
         "--max-request-bytes",
         type=int,
         default=32 << 20,
@@ -140,7 +190,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--log-level",
         choices=("debug", "info", "warning", "error"),
         default="info",
-        help=f"also ${ENV_PREFIX}LOG_LEVEL (default: %(default)s)",
+        help="(default: %(default)s)",
     )
 
 
@@ -153,6 +203,9 @@ def from_arguments(arguments: argparse.Namespace) -> RouterConfig:
     for name, least in (
         ("first_byte_timeout_seconds", 0.1),
         ("drain_timeout_seconds", 0.0),
+        ("max_waiting_requests", 0),
+        ("max_waiting_bytes", 0),
+        ("waiting_timeout_seconds", 0.0),
         ("max_request_bytes", 1024),
         ("max_connections", 1),
     ):
@@ -160,6 +213,10 @@ def from_arguments(arguments: argparse.Namespace) -> RouterConfig:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least {least:g}")
     if not 0 <= arguments.port <= 65535:
         raise ConfigError(f"{FLAG_PORT} {arguments.port} is not a port; use 0 to 65535")
+    if arguments.limits_file is not None and arguments.api_key_file is None:
+        raise ConfigError(
+            f"{FLAG_LIMITS_FILE} without {FLAG_API_KEY_FILE} has no meaning; add {FLAG_API_KEY_FILE}"
+        )
     backend_key = ""
     if arguments.backend_api_key_file is not None:
         if arguments.api_key_file is None:
@@ -170,19 +227,32 @@ def from_arguments(arguments: argparse.Namespace) -> RouterConfig:
         backend_key = _read_single_key(arguments.backend_api_key_file)
     if arguments.kubernetes == bool(arguments.backend):
         raise ConfigError("give either --kubernetes, or at least one --backend MODEL=http://HOST:PORT")
-    if arguments.namespace is not None and not arguments.kubernetes:
+    if arguments.namespace and not arguments.kubernetes:
         raise ConfigError("--namespace without --kubernetes has no meaning; add --kubernetes")
+    if len(arguments.namespace) > MAX_NAMESPACES:
+        raise ConfigError(
+            f"--namespace is given {len(arguments.namespace)} times; the limit is {MAX_NAMESPACES}; without it, "
+            "all namespaces are served"
+        )
+    for name in arguments.namespace:
+        if not _NAMESPACE.fullmatch(name):
+            raise ConfigError(f"--namespace {name!r} is not the name of a namespace")
     return RouterConfig(
         host=arguments.host,
         port=arguments.port,
         backends=_parse_backends(arguments.backend),
         kubernetes=arguments.kubernetes,
-        namespace=arguments.namespace,
+        namespaces=tuple(dict.fromkeys(arguments.namespace)),
         policy=arguments.policy,
         api_key_file=arguments.api_key_file,
+        limits_file=arguments.limits_file,
+        usage_log=arguments.usage_log,
         backend_api_key=backend_key,
         first_byte_timeout_seconds=arguments.first_byte_timeout_seconds,
         drain_timeout_seconds=arguments.drain_timeout_seconds,
+        max_waiting_requests=arguments.max_waiting_requests,
+        max_waiting_bytes=arguments.max_waiting_bytes,
+        waiting_timeout_seconds=arguments.waiting_timeout_seconds,
         max_request_bytes=arguments.max_request_bytes,
         max_connections=arguments.max_connections,
         log_level=arguments.log_level,

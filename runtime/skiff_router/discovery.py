@@ -3,12 +3,14 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import msgspec
 
 from skiff_router.endpoints import Registry
 from skiff_router.kubernetes_watch import ClusterAccess, EventType, KubernetesObject, ObjectStream
+from skiff_router.scaling import Scaling
 from skiff_router.upstream import Address
 from skiff_runtime import contract
 
@@ -19,14 +21,35 @@ class _Model(msgspec.Struct):
     name: str | None = None
 
 
+class _Targets(msgspec.Struct, rename="camel"):
+    concurrency: int = 0
+    queued_tokens: int = 0
+
+
+class _Autoscaling(msgspec.Struct, rename="camel"):
+    max_replicas: int
+    targets: _Targets = msgspec.field(default_factory=_Targets)
+
+
 class _Spec(msgspec.Struct):
     model: _Model = msgspec.field(default_factory=_Model)
+    replicas: int = 1
+    autoscaling: _Autoscaling | None = None
+
+
+class _Startup(msgspec.Struct, rename="camel"):
+    ready_seconds: float = 0.0
+
+
+class _ServiceStatus(msgspec.Struct):
+    startup: _Startup | None = None
 
 
 class InferenceService(KubernetesObject):
     """An InferenceService, as far as the router reads it."""
 
     spec: _Spec = msgspec.field(default_factory=_Spec)
+    status: _ServiceStatus | None = None
 
 
 class _Conditions(msgspec.Struct):
@@ -81,6 +104,21 @@ def pods_of(slice_: EndpointSlice) -> list[PodState]:
     ]
 
 
+def scaling_of(service: InferenceService) -> Scaling:
+    """Return the number of pods that an InferenceService wants, and may have."""
+    autoscaling = service.spec.autoscaling
+    startup = service.status.startup if service.status is not None else None
+    targets = autoscaling.targets if autoscaling is not None else _Targets()
+    return Scaling(
+        replicas=service.spec.replicas,
+        max_replicas=autoscaling.max_replicas if autoscaling is not None else 0,
+        concurrency=targets.concurrency,
+        queued_tokens=targets.queued_tokens,
+        start_seconds=startup.ready_seconds if startup is not None else 0.0,
+        resource_version=service.metadata.resource_version,
+    )
+
+
 class Discovery:
     """Keeps a registry equal to what the cluster holds."""
 
@@ -89,10 +127,10 @@ class Discovery:
         self._models: dict[str, str] = {}
         self._slices: dict[str, dict[str, list[PodState]]] = {}
 
-    def list_services(self, services: Sequence[InferenceService]) -> None:
-        """Replace all InferenceServices."""
+    def list_services(self, services: Sequence[InferenceService], namespace: str = "") -> None:
+        """Replace all InferenceServices of a namespace, "" for those of all."""
         found = {_key(each): each for each in services}
-        for key in [key for key in self._models if key not in found]:
+        for key in [key for key in self._models if _is_in(key, namespace) and key not in found]:
             self._remove(key)
         for service in services:
             self._put(service)
@@ -104,13 +142,14 @@ class Discovery:
         else:
             self._put(service)
 
-    def list_slices(self, slices: Sequence[EndpointSlice]) -> None:
-        """Replace all EndpointSlices."""
-        self._slices = {}
+    def list_slices(self, slices: Sequence[EndpointSlice], namespace: str = "") -> None:
+        """Replace all EndpointSlices of a namespace, "" for those of all."""
+        self._slices = {key: known for key, known in self._slices.items() if not _is_in(key, namespace)}
         for each in slices:
             self._slices.setdefault(_service_key(each), {})[each.metadata.name] = pods_of(each)
         for key in self._models:
-            self._update(key)
+            if _is_in(key, namespace):
+                self._update(key)
 
     def change_slice(self, event: EventType, slice_: EndpointSlice) -> None:
         """Apply a change of an EndpointSlice."""
@@ -131,6 +170,7 @@ class Discovery:
             self._models[key] = model
             self._registry.put(key, model)
             self._update(key)
+        self._registry.put(key, model).scaling = scaling_of(service)
 
     def _remove(self, key: str) -> None:
         del self._models[key]
@@ -150,38 +190,46 @@ class Discovery:
 
 
 class KubernetesDiscovery:
-    """The two streams of one namespace, or of all, that feed a ``Discovery``."""
+    """The two streams of each namespace, or of all, that feed a ``Discovery``."""
 
-    def __init__(self, access: ClusterAccess, registry: Registry, namespace: str | None) -> None:
+    def __init__(self, access: ClusterAccess, registry: Registry, namespaces: Sequence[str]) -> None:
+        """``namespaces``: those that are followed; all if there are none."""
         discovery = Discovery(registry)
-        scope = f"/namespaces/{namespace}" if namespace else ""
-        self._services = ObjectStream(
-            access,
-            f"/apis/{contract.API_GROUP}/{contract.API_VERSION}{scope}/inferenceservices",
-            InferenceService,
-            selector="",
-            on_list=discovery.list_services,
-            on_event=discovery.change_service,
-        )
-        self._slices = ObjectStream(
-            access,
-            f"/apis/discovery.k8s.io/v1{scope}/endpointslices",
-            EndpointSlice,
-            selector=contract.LABEL_SERVICE,
-            on_list=discovery.list_slices,
-            on_event=discovery.change_slice,
-        )
+        self._streams: list[ObjectStream[InferenceService] | ObjectStream[EndpointSlice]] = []
+        for namespace in namespaces or [""]:
+            scope = f"/namespaces/{namespace}" if namespace else ""
+            services = ObjectStream(
+                access,
+                f"/apis/{contract.API_GROUP}/{contract.API_VERSION}{scope}/inferenceservices",
+                InferenceService,
+                selector="",
+                on_list=partial(discovery.list_services, namespace=namespace),
+                on_event=discovery.change_service,
+            )
+            slices = ObjectStream(
+                access,
+                f"/apis/discovery.k8s.io/v1{scope}/endpointslices",
+                EndpointSlice,
+                selector=contract.LABEL_SERVICE,
+                on_list=partial(discovery.list_slices, namespace=namespace),
+                on_event=discovery.change_slice,
+            )
+            self._streams += [services, slices]
 
     async def run(self) -> None:
         """Follow the cluster for ever."""
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._services.run())
-            group.create_task(self._slices.run())
+            for stream in self._streams:
+                group.create_task(stream.run())
 
     @property
     def is_synced(self) -> bool:
-        """Return whether both kinds were listed once."""
-        return self._services.is_synced and self._slices.is_synced
+        """Return whether both kinds were listed once in each namespace."""
+        return all(stream.is_synced for stream in self._streams)
+
+
+def _is_in(key: str, namespace: str) -> bool:
+    return not namespace or key.startswith(f"{namespace}/")
 
 
 def _key(obj: KubernetesObject) -> str:

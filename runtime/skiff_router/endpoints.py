@@ -7,6 +7,8 @@ connections, resets them, or does not answer its probe is not chosen until a pro
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
+from skiff_router.pod_state import PodState
+from skiff_router.scaling import Scaling
 from skiff_router.upstream import Address, ConnectionPool
 from skiff_runtime.errors import InvalidRequest, ModelNotFound
 
@@ -21,7 +23,8 @@ PROBE_TIMEOUT_SECONDS: Final = 2.0
 MAX_LISTED_NAMES: Final = 50
 """Models that the error for an unknown one lists."""
 
-EndpointState = Literal["available", "draining", "ejected", "not_ready"]
+EndpointState = Literal["available", "draining", "ejected", "not_ready", "silent"]
+BackendState = Literal["ready", "loading", "at_zero"]
 
 
 @dataclass(eq=False, slots=True)
@@ -29,7 +32,8 @@ class Endpoint:
     """One pod. ``name`` is its pod's name, or its address where it is not known.
 
     ``in_flight``: requests of this router that have no complete response yet. ``failures``: failures since the last
-    response. ``ready`` is what the cluster says, ``ejected`` what this router saw.
+    response. ``ready`` is what the cluster says, ``ejected`` what this router saw, ``pod`` what the pod reports, last at
+    ``heard_at``; ``silent``: it has stopped to.
     """
 
     name: str
@@ -39,6 +43,9 @@ class Endpoint:
     ejected: bool = False
     failures: int = 0
     in_flight: int = 0
+    silent: bool = False
+    heard_at: float = 0.0
+    pod: PodState = field(default_factory=PodState)
     pool: ConnectionPool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -48,7 +55,7 @@ class Endpoint:
     @property
     def is_available(self) -> bool:
         """Return whether new requests may be sent here."""
-        return self.ready and not self.draining and not self.ejected
+        return self.ready and not self.draining and not self.ejected and self.pod.accepts_requests
 
     @property
     def state(self) -> EndpointState:
@@ -57,7 +64,14 @@ class Endpoint:
             return "not_ready"
         if self.ejected:
             return "ejected"
-        return "draining" if self.draining else "available"
+        if self.draining or not self.pod.accepts_requests:
+            return "draining"
+        return "silent" if self.silent else "available"
+
+    @property
+    def requests(self) -> int:
+        """Return the requests in flight at the pod: as it reports, or else of this router alone."""
+        return max(self.in_flight, self.pod.requests)
 
     def record_response(self) -> None:
         """Record a response of any status but those of a pod that ends."""
@@ -93,16 +107,35 @@ class Backend:
     """The pods that serve one model: those of an InferenceService, or those that ``--backend`` names.
 
     ``key`` is ``namespace/name`` of the InferenceService, or the model's name. ``endpoints`` are in the order of their names,
-    so that routers which see the same pods see them in the same order.
+    so that routers which see the same pods see them in the same order. ``scaling``: the number of pods that the cluster
+    wants; None for pods that ``--backend`` names.
     """
 
     key: str
     model: str
     endpoints: list[Endpoint] = field(default_factory=list)
+    scaling: Scaling | None = None
+
+    @property
+    def state(self) -> BackendState:
+        """Return whether requests are served, pods are awaited, or there are to be none."""
+        if any(endpoint.is_available for endpoint in self.endpoints):
+            return "ready"
+        return "at_zero" if self.scaling is not None and not self.scaling.replicas else "loading"
 
     def available(self) -> list[Endpoint]:
-        """Return the pods to which new requests may be sent, in the order of their names."""
-        return [endpoint for endpoint in self.endpoints if endpoint.is_available]
+        """Return the pods to which new requests may be sent, in the order of their names.
+
+        Silent and full ones are left out if there are others.
+        """
+        best = [
+            endpoint
+            for endpoint in self.endpoints
+            if endpoint.ready
+            and not (endpoint.draining or endpoint.ejected or endpoint.silent or endpoint.pod.is_full)
+            and endpoint.pod.accepts_requests
+        ]
+        return best or [endpoint for endpoint in self.endpoints if endpoint.is_available]
 
     def update(self, wanted: dict[Address, str]) -> None:
         """Replace the pods by ``wanted``, names by address. A pod that stays keeps its state."""
@@ -148,6 +181,7 @@ class Registry:
         """Remove a backend; its requests in flight go on."""
         backend = self._backends.pop(key, None)
         if backend is not None:
+            backend.scaling = None
             backend.update({})
             self._index()
 
@@ -176,9 +210,13 @@ class Registry:
             param="model",
         )
 
+    def public_name(self, backend: Backend) -> str:
+        """Return the name by which clients request a backend: its model's, or its key where others have the same."""
+        return backend.model if len(self._by_model[backend.model]) == 1 else backend.key
+
     def _names(self) -> list[str]:
-        """Return some of the names of models, in order."""
-        names = sorted(self._by_model)
+        """Return some of the names by which models are requested, in order."""
+        names = sorted(self.public_name(backend) for backend in self._backends.values())
         return names if len(names) <= MAX_LISTED_NAMES else [*names[:MAX_LISTED_NAMES], "..."]
 
     def _index(self) -> None:

@@ -250,7 +250,7 @@ class ObjectStream(Generic[ObjectT]):
         try:
             await receiver.ended
         except BaseException:
-            connection.abort()
+            connection.abort(receiver)
             raise
 
 

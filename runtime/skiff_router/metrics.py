@@ -6,6 +6,7 @@ from typing import Final
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from skiff_router.endpoints import Registry
+from skiff_router.token_usage import TokenUsage
 from skiff_router.upstream import Failure
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
@@ -13,10 +14,21 @@ FIRST_BYTE_BUCKETS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5
 
 
 class RouterMetrics:
-    """All metrics of one router. Models that are not served have the label "", so that clients cannot add series."""
+    """All metrics of one router. Models that are not served have the label "", so that clients cannot add series.
 
-    def __init__(self, registry: Registry, connections: Callable[[], int]) -> None:
+    Keys are known by their names, of which there are as many as the file of keys has.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        connections: Callable[[], int],
+        *,
+        in_flight_by_key: Callable[[], dict[str, int]],
+        lost_usage_lines: Callable[[], int],
+    ) -> None:
         """``connections``: returns the number of open connections of clients."""
+        self._in_flight_by_key = in_flight_by_key
         self._page = CollectorRegistry()
         self._registry = registry
         self._responses = Counter(
@@ -38,6 +50,21 @@ class RouterMetrics:
             buckets=FIRST_BYTE_BUCKETS,
             registry=self._page,
         )
+        self._waiting = Gauge(
+            "skiff_router_waiting_requests", "Requests that wait for a pod.", ("model",), registry=self._page
+        )
+        self._waits = Counter(
+            "skiff_router_waits",
+            "Requests that waited for a pod, by outcome.",
+            ("model", "outcome"),
+            registry=self._page,
+        )
+        self._scale_requests = Counter(
+            "skiff_router_scale_requests",
+            "Requests for pods to the API server, by result.",
+            ("model", "result"),
+            registry=self._page,
+        )
         self._endpoints = Gauge(
             "skiff_router_endpoints", "Pods by state.", ("model", "state"), registry=self._page
         )
@@ -48,6 +75,43 @@ class RouterMetrics:
             "skiff_router_connections", "Open connections of clients.", registry=self._page
         )
         self._connections.set_function(connections)
+        self._tokens = Counter(
+            "skiff_router_tokens",
+            "Tokens of requests by the name of their API key, model and kind; cached ones are also prompt tokens.",
+            ("key", "model", "kind"),
+            registry=self._page,
+        )
+        self._estimated = Counter(
+            "skiff_router_estimated_usages",
+            "Requests whose tokens were not reported and are estimated.",
+            ("model",),
+            registry=self._page,
+        )
+        self._limited = Counter(
+            "skiff_router_limited_requests",
+            "Requests refused by a limit of their API key.",
+            ("key", "limit"),
+            registry=self._page,
+        )
+        self._key_requests = Gauge(
+            "skiff_router_key_requests_in_flight",
+            "Requests in progress by the name of their API key.",
+            ("key",),
+            registry=self._page,
+        )
+        self._reloaded = Gauge(
+            "skiff_router_last_reload_successful",
+            "1 while the content of the flag's file is in force, 0 while it cannot be used.",
+            ("flag",),
+            registry=self._page,
+        )
+        self._lost_usage_lines = lost_usage_lines
+        self._counted_lost = 0
+        self._lost = Counter(
+            "skiff_router_lost_usage_lines",
+            "Lines of the usage log that could not be written.",
+            registry=self._page,
+        )
 
     def record_response(self, model: str, status: int) -> None:
         """Count a response to a client."""
@@ -65,16 +129,54 @@ class RouterMetrics:
         """Record the time to the first byte of a response."""
         self._first_byte.labels(model).observe(seconds)
 
+    def record_waiting(self, model: str, change: int) -> None:
+        """Change the number of requests that wait for a pod."""
+        self._waiting.labels(model).inc(change)
+
+    def record_wait(self, model: str, outcome: str) -> None:
+        """Count the end of a wait: released, timeout, unavailable, left or rejected."""
+        self._waits.labels(model, outcome).inc()
+
+    def record_scale_request(self, model: str, result: str) -> None:
+        """Count a request for pods: asked, conflict or failed."""
+        self._scale_requests.labels(model, result).inc()
+
     def record_rejection(self, status: int) -> None:
         """Count a request that was rejected before its model was known."""
         self.record_response("", status)
+
+    def record_usage(self, key: str, model: str, usage: TokenUsage) -> None:
+        """Count the tokens of a request."""
+        for kind, tokens in (
+            ("prompt", usage.prompt),
+            ("cached", usage.cached),
+            ("completion", usage.completion),
+        ):
+            if tokens:
+                self._tokens.labels(key, model, kind).inc(tokens)
+        if usage.estimated:
+            self._estimated.labels(model).inc()
+
+    def record_limited(self, key: str, limit: str) -> None:
+        """Count a request that a limit of its key refused."""
+        self._limited.labels(key, limit).inc()
+
+    def record_reload(self, flag: str, *, success: bool) -> None:
+        """Record whether the content of a flag's file is in force."""
+        self._reloaded.labels(flag).set(success)
 
     def page(self) -> bytes:
         """Return the metrics in the text format of Prometheus."""
         self._endpoints.clear()
         self._in_flight.clear()
+        lost = self._lost_usage_lines()
+        self._lost.inc(lost - self._counted_lost)
+        self._counted_lost = lost
+        self._key_requests.clear()
+        for key, count in self._in_flight_by_key().items():
+            self._key_requests.labels(key).set(count)
         for backend in self._registry.backends:
-            states = {"available": 0, "draining": 0, "ejected": 0, "not_ready": 0}
+            states = {"available": 0, "draining": 0, "ejected": 0, "not_ready": 0, "silent": 0}
             for endpoint in backend.endpoints:
                 states[endpoint.state] += 1
             for state, count in states.items():

@@ -102,5 +102,5 @@ class Prober:
         try:
             return await receiver.outcome
         except asyncio.CancelledError:
-            connection.abort()
+            connection.abort(receiver)
             raise

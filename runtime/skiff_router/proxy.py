@@ -10,23 +10,41 @@ import contextlib
 from dataclasses import dataclass
 from typing import Final
 
+import msgspec
+
 from skiff_router.endpoints import Backend, Endpoint, Registry
 from skiff_router.errors import BadGateway, GatewayTimeout
+from skiff_router.metering import Meter, Metering
 from skiff_router.metrics import RouterMetrics
+from skiff_router.pod_state import NO_PROMPT, Prompt
 from skiff_router.policies import Policy
+from skiff_router.prompts import read_prompt
 from skiff_router.relay import REFUSALS, Broken, ClientWriter, Outcome, Relay, Reply, Streamed
-from skiff_router.request import read_model, replace_model
+from skiff_router.request import (
+    MODEL_HEADER,
+    RoutedBody,
+    read_body,
+    read_header_model,
+    replace_model,
+    wants_stream,
+)
 from skiff_router.retries import MAX_ATTEMPTS, RetryBudget
 from skiff_router.upstream import Failure, UpstreamConnection, UpstreamError
+from skiff_router.waiting_room import Visitor, WaitingRoom
 from skiff_runtime import contract, log
 from skiff_runtime.api.http.anthropic_errors import ANTHROPIC_PATHS, anthropic_error
 from skiff_runtime.api.http.asgi import Receive, Scope, Send
+from skiff_runtime.api.http.auth import get_key
 from skiff_runtime.api.http.request_body import BodyReader, ClientDisconnected
+from skiff_runtime.api.http.request_headers import parse_deadline
 from skiff_runtime.api.http.responses import error_body, get_request_id, get_response_headers, send_error
+from skiff_runtime.api.http.usage_header import USAGE_HEADER
 from skiff_runtime.errors import CLIENT_CLOSED_REQUEST, RequestError, Unavailable
 from skiff_runtime.sse import encode_event
 
 NO_POD_RETRY_SECONDS: Final = 2
+MAX_ROUNDS: Final = 3
+"""Times that a request may begin anew when its pods have failed: one that kills each pod must not do so for ever."""
 _NOT_FORWARDED: Final = frozenset(
     {
         b"connection",
@@ -41,8 +59,11 @@ _NOT_FORWARDED: Final = frozenset(
         b"transfer-encoding",
         b"upgrade",
         b"x-request-id",
+        MODEL_HEADER,
+        USAGE_HEADER,
     }
 )
+_REPORT_USAGE: Final = b"%b: 1\r\n" % USAGE_HEADER
 _CREDENTIALS: Final = frozenset({b"authorization", b"x-api-key"})
 
 
@@ -101,7 +122,7 @@ class Exchanges:
     def fail(self, endpoint: Endpoint, reason: str) -> None:
         """Fail every exchange with a pod; those without a first byte are retried on other pods."""
         for relay, connection in list(self._relays.get(endpoint, {}).items()):
-            connection.abort()
+            connection.abort(relay)
             relay.on_failure(UpstreamError(Failure.TIMEOUT, reason))
 
 
@@ -113,6 +134,8 @@ class ProxyContext:
     policy: Policy
     exchanges: Exchanges
     metrics: RouterMetrics
+    metering: Metering
+    room: WaitingRoom
     settings: ProxySettings
     budget: RetryBudget
 
@@ -127,13 +150,16 @@ class Proxy:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         try:
+            # A malformed header is refused as pods refuse it: at once, before the body is read.
+            parse_deadline(scope["headers"], 0.0)
             body = await self._body.read(scope["headers"], receive)
+            meter = self._context.metering.begin(scope, len(body))
         except ClientDisconnected:
             return
         except RequestError as error:
             await _answer_error(self._context.metrics, scope, send, error, model="")
             return
-        request = _RoutedRequest(self._context, scope, send, body)
+        request = _RoutedRequest(self._context, scope, send, body, meter)
         task = asyncio.current_task()
         assert task is not None
         watch = asyncio.get_running_loop().create_task(_wait_until_left(receive))
@@ -147,6 +173,7 @@ class Proxy:
                 raise
             request.leave()
         finally:
+            meter.close()
             self._context.exchanges.end_request()
             watch.cancel()
 
@@ -168,8 +195,10 @@ async def _answer_error(
 class _RoutedRequest:
     """One request and its attempts. ``is_over``: its response is complete, or will never be."""
 
-    def __init__(self, context: ProxyContext, scope: Scope, send: Send, body: bytes) -> None:
+    def __init__(self, context: ProxyContext, scope: Scope, send: Send, body: bytes, meter: Meter) -> None:
         self.is_over = False
+        self._meter = meter
+        self._relay: Relay | None = None
         self._context = context
         self._scope = scope
         self._send = send
@@ -178,6 +207,8 @@ class _RoutedRequest:
         self._began = asyncio.get_running_loop().time()
         self._writer = ClientWriter(scope, send, get_response_headers(scope))
         self._model = ""
+        self._service = ""
+        self._prompt = NO_PROMPT
         self._attempts = 0
         self._pod = ""
 
@@ -185,9 +216,13 @@ class _RoutedRequest:
         """Route the request, and respond."""
         try:
             backend = self._route()
-            await self._respond(backend, await self._attempt(backend))
+            await self._respond(backend, await self._attempt_when_ready(backend))
         except RequestError as error:
             self.is_over = True
+            self._meter.end(error.status, model=self._model, service=self._service)
+            if self._writer.has_begun:
+                await self._end_events(error_event(self._scope["path"], error, self._id), error.status)
+                return
             await _answer_error(self._context.metrics, self._scope, self._send, error, model=self._model)
 
     def leave(self) -> None:
@@ -196,12 +231,65 @@ class _RoutedRequest:
         self._finish(CLIENT_CLOSED_REQUEST)
 
     def _route(self) -> Backend:
-        requested = read_model(self._body)
-        backend = self._context.registry.find(requested)
-        self._model = backend.model
-        if requested != backend.model:
+        is_native = self._scope["path"] == contract.PATH_GENERATE
+        named = read_header_model(self._scope["headers"]) if is_native else ""
+        fields = read_body(self._body, model=named)
+        backend = self._context.registry.find(fields.model)
+        self._model, self._service = backend.model, backend.key
+        self._prompt = self._read_prompt(fields, backend)
+        if fields.model != backend.model and not is_native:
             self._body = replace_model(self._body, backend.model)
         return backend
+
+    def _read_prompt(self, fields: RoutedBody, backend: Backend) -> Prompt:
+        settings = self._context.settings
+        key = (
+            get_key(self._scope["headers"]) if settings.forward_credentials else settings.backend_key.encode()
+        )
+        return read_prompt(fields, backend, key, with_blocks=self._context.policy.reads_blocks)
+
+    async def _attempt_when_ready(self, backend: Backend) -> Outcome | None:
+        """Return the outcome of the last attempt, after waiting for a pod if there is none.
+
+        A request whose pods failed under it before the first byte, and which has none left, waits again.
+        """
+        visitor: Visitor | None = None
+        outcome: Outcome | None = None
+        for _ in range(MAX_ROUNDS):
+            if self._context.room.must_wait(backend):
+                if visitor is None:
+                    report = self._report_progress if wants_stream(self._body) else _ignore
+                    visitor = Visitor(body_bytes=len(self._body), on_progress=report)
+                await self._context.room.wait(backend, visitor)
+            self._attempts = 0
+            outcome = await self._attempt(backend)
+            if not self._is_lost(backend, outcome):
+                break
+        return outcome
+
+    def _is_lost(self, backend: Backend, outcome: Outcome | None) -> bool:
+        """Return whether a request has no pod left, but will have one.
+
+        One failure does not eject a pod, so the only one may be gone although it counts as available.
+        """
+        if outcome is not None and not _is_retryable(outcome):
+            return False
+        if self._context.room.must_wait(backend):
+            return True
+        failed = isinstance(outcome, Broken) and outcome.error.failure is not Failure.TIMEOUT
+        return failed and self._context.room.is_expected(backend) and len(backend.available()) == 1
+
+    def _report_progress(self, text: str) -> None:
+        """Write a comment with the progress of the start, which no client takes for an event."""
+        if not self._writer.has_begun:
+            self._writer.begin_events()
+        self._writer.write(b": %b\n\n" % text.encode())
+
+    async def _end_events(self, event: bytes, status: int) -> None:
+        """End a stream that has begun while its request waited, with an event in the place of a response."""
+        self._writer.write(event)
+        await self._writer.end()
+        self._finish(status)
 
     async def _attempt(self, backend: Backend) -> Outcome | None:
         """Return the outcome of the last attempt; None if no pod is available."""
@@ -216,8 +304,10 @@ class _RoutedRequest:
             if self._attempts:
                 context.metrics.record_retry(self._model)
             self._attempts += 1
-            endpoint = context.policy.choose(left)
+            now = asyncio.get_running_loop().time()
+            endpoint = context.policy.choose(left, self._prompt, now)
             tried[endpoint] = None
+            endpoint.pod.record_prompt(now, self._prompt)
             outcome = await self._try(endpoint)
             if not _is_retryable(outcome):
                 break
@@ -262,7 +352,7 @@ class _RoutedRequest:
 
     async def _exchange(self, endpoint: Endpoint, connection: UpstreamConnection) -> Outcome:
         context = self._context
-        relay = Relay(self._writer, connection)
+        self._relay = relay = Relay(self._writer, connection)
         context.exchanges.add(endpoint, relay, connection)
         limit = context.settings.first_byte_seconds
         timer = asyncio.get_running_loop().call_later(limit, _expire, relay, connection, limit)
@@ -274,7 +364,7 @@ class _RoutedRequest:
             elif isinstance(outcome, Broken) and outcome.begun:
                 await self._end_broken(relay, outcome.error)
         except asyncio.CancelledError:
-            connection.abort()
+            connection.abort(relay)
             raise
         finally:
             timer.cancel()
@@ -295,6 +385,7 @@ class _RoutedRequest:
                 lines.append(b"%b: %b\r\n" % (name, value))
         if settings.backend_key and not settings.forward_credentials:
             lines.append(b"authorization: Bearer %b\r\n" % settings.backend_key.encode())
+        lines.append(_REPORT_USAGE)
         lines.append(b"x-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (self._id.encode(), len(self._body)))
         return b"".join(lines), self._body
 
@@ -315,6 +406,9 @@ class _RoutedRequest:
                 self._finish(status)
             case Broken(begun=True):
                 self._finish(BadGateway.status)
+            case Reply(status) if self._writer.has_begun:
+                self.is_over = True
+                await self._end_events(_reply_event(self._scope["path"], outcome, self._id), status)
             case Reply(status):
                 self.is_over = True
                 await self._writer.send_whole(outcome)
@@ -334,6 +428,8 @@ class _RoutedRequest:
     def _finish(self, status: int) -> None:
         self.is_over = True
         self._context.metrics.record_response(self._model, status)
+        usage = None if self._relay is None else self._relay.read_usage(self._meter.estimated_prompt)
+        self._meter.end(status, usage, model=self._model, service=self._service)
         log.event(
             "request_finished",
             id=self._id,
@@ -358,8 +454,34 @@ def _is_retryable(outcome: Outcome) -> bool:
 
 def _expire(relay: Relay, connection: UpstreamConnection, limit: float) -> None:
     if not relay.first_byte_at:
-        connection.abort()
+        connection.abort(relay)
         relay.on_failure(UpstreamError(Failure.TIMEOUT, f"no byte of a response within {limit:g} s"))
+
+
+def _ignore(text: str) -> None:
+    """Report no progress: the client waits for a whole response."""
+
+
+class _Error(msgspec.Struct):
+    message: str = ""
+    code: str | None = None
+
+
+class _ErrorBody(msgspec.Struct):
+    error: _Error
+
+
+def _reply_event(path: str, reply: Reply, request_id: str) -> bytes:
+    """Return a whole response of a pod as an event of a stream; an error in the shape of the API of ``path``."""
+    try:
+        found = msgspec.json.decode(reply.body, type=_ErrorBody).error
+    except msgspec.DecodeError:
+        return b"data: " + reply.body.replace(b"\n", b" ") + b"\n\n"
+    error = RequestError(found.message, code=found.code)
+    error.status = reply.status
+    if path in ANTHROPIC_PATHS or path == contract.PATH_RESPONSES:
+        return error_event(path, error, request_id)
+    return b"data: " + reply.body.replace(b"\n", b" ") + b"\n\n"
 
 
 def error_event(path: str, error: RequestError, request_id: str) -> bytes:

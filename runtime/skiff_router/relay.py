@@ -11,8 +11,11 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Final
 
+from skiff_router.token_usage import TokenUsage, read_body_usage, read_stream_usage
 from skiff_router.upstream import Headers, UpstreamConnection, UpstreamError
 from skiff_runtime.api.http.asgi import CHUNK_WRITER_EXTENSION, Scope, Send
+from skiff_runtime.api.http.request_headers import get_header
+from skiff_runtime.api.http.usage_header import USAGE_HEADER, parse_usage_header
 
 HELD_BYTES: Final = 1 << 20
 """Largest complete response that is held back until its end."""
@@ -21,6 +24,7 @@ MAX_EVENT_BYTES: Final = 1 << 20
 REFUSALS: Final = (429, 503)
 """Statuses by which a pod says that it did not begin the request: another pod may take it."""
 EVENT_STREAM: Final = b"text/event-stream"
+_BODILESS: Final = (204, 304)
 _DROPPED: Final = frozenset(
     {
         b"connection",
@@ -34,6 +38,7 @@ _DROPPED: Final = frozenset(
         b"server",
         b"x-request-id",  # these two are among the headers of every response of the router
         b"request-id",
+        USAGE_HEADER,  # for the router alone
     }
 )
 
@@ -76,17 +81,35 @@ class ClientWriter:
         self._backlog: deque[bytes] = deque()
         self._draining: asyncio.Task[None] | None = None
         self._source: UpstreamConnection | None = None
+        self.has_begun = False
+        """True if the response began as a stream of events before a pod had the request."""
 
     async def send_whole(self, reply: Reply) -> None:
-        """Send a complete response."""
-        headers = [header for header in reply.headers if header[0] not in _DROPPED]
+        """Send a complete response. Its length is that of its body: a pod's 304 may have the length of another one."""
+        headers = [
+            header for header in reply.headers if header[0] not in _DROPPED and header[0] != b"content-length"
+        ]
+        if reply.status not in _BODILESS:
+            headers.append((b"content-length", b"%d" % len(reply.body)))
         headers += self._headers
         await self._send({"type": "http.response.start", "status": reply.status, "headers": headers})
         await self._send({"type": "http.response.body", "body": reply.body, "more_body": False})
 
     def begin(self, status: int, headers: Headers, source: UpstreamConnection) -> None:
-        """Begin a response whose pieces follow; ``source`` is paused while the client cannot take more."""
+        """Begin a response whose pieces follow; ``source`` is paused while the client cannot take more.
+
+        If it has begun while its request waited for a pod, the head of the pod's response is dropped.
+        """
         self._source = source
+        if not self.has_begun:
+            self._write_head(status, headers)
+
+    def begin_events(self) -> None:
+        """Begin a stream of events before a pod has the request."""
+        self._write_head(200, [(b"content-type", EVENT_STREAM), (b"cache-control", b"no-cache")])
+        self.has_begun = True
+
+    def _write_head(self, status: int, headers: Headers) -> None:
         kept = [header for header in headers if header[0] not in _DROPPED]
         kept += self._headers
         # The first step of the server's ``send`` of a head never waits.
@@ -96,6 +119,10 @@ class ClientWriter:
         except StopIteration:
             return
         raise AssertionError("the head of a response is written at once")
+
+    def release_source(self) -> None:
+        """Leave the pod's connection alone from now on: its response is complete, and it may carry the next one."""
+        self._source = None
 
     def write(self, data: bytes) -> None:
         """Write a piece of the body, not empty."""
@@ -139,10 +166,13 @@ class Relay:
         self._connection = connection
         self._status = 0
         self._headers: Headers = []
+        self._trailers: Headers = []
         self._held: list[bytes] | None = None
         self._held_bytes = 0
         self._events = False
         self._tail = b""
+        self._last = self._before_last = b""
+        self._num_events = 0
 
     @property
     def begun(self) -> bool:
@@ -159,7 +189,7 @@ class Relay:
                 length = int(value)
             elif name == b"content-type":
                 content_type = value
-        if status in REFUSALS or length <= HELD_BYTES:
+        if status in REFUSALS or length <= HELD_BYTES or (status != 200 and self._writer.has_begun):
             self._held = []
             return
         self._events = content_type.startswith(EVENT_STREAM)
@@ -173,8 +203,11 @@ class Relay:
             if self._held_bytes > HELD_BYTES:
                 self._pass_on_held()
             return
-        if not self._events or (not self._tail and data.endswith(b"\n\n")):
+        if not self._events:
             self._writer.write(data)
+            return
+        if not self._tail and data.endswith(b"\n\n"):
+            self._pass_on_events(data)
             return
         data = self._tail + data
         end = data.rfind(b"\n\n") + 2 if b"\n\n" in data else 0
@@ -182,16 +215,18 @@ class Relay:
             end = len(data)
         self._tail = data[end:]
         if end:
-            self._writer.write(data[:end])
+            self._pass_on_events(data[:end])
 
     def on_end(self) -> None:
         """End the attempt with the response, or with its end."""
+        self._trailers = self._connection.trailers  # now, before the next request on this connection
         if self._tail:
-            self._writer.write(self._tail)
+            self._pass_on_events(self._tail)
             self._tail = b""
         if self._held is not None:
             self._set(Reply(self._status, self._headers, b"".join(self._held)))
         else:
+            self._writer.release_source()
             self._set(Streamed(self._status))
 
     def on_failure(self, error: UpstreamError) -> None:
@@ -202,6 +237,33 @@ class Relay:
     def is_event_stream(self) -> bool:
         """Return whether the response is a stream of events, whose client understands an error event."""
         return self._events
+
+    def read_usage(self, estimated_prompt: int) -> TokenUsage:
+        """Return the token counts of the response, or of what there was of it.
+
+        ``estimated_prompt``: the tokens of the prompt if no count of them has arrived.
+        """
+        if self._status >= 400:
+            return TokenUsage()
+        for headers in (self._trailers, self._headers):
+            reported = parse_usage_header(get_header(headers, USAGE_HEADER))
+            if reported is not None and reported[1]:
+                return TokenUsage.exact(reported[0])
+        if reported is not None:  # a stream of Skiff without its end
+            prompt, cached, _ = reported[0]
+            return TokenUsage(prompt, cached, self._num_events, estimated=True)
+        found = None
+        if self._events:
+            found = read_stream_usage(self._before_last + self._last)
+        elif self._held is not None:
+            found = read_body_usage(b"".join(self._held)) or TokenUsage()
+        return found or TokenUsage(estimated_prompt, 0, self._num_events, estimated=True)
+
+    def _pass_on_events(self, data: bytes) -> None:
+        """Pass whole events on. The last two pieces are kept for the usage, which the last events may have."""
+        self._before_last, self._last = self._last, data
+        self._num_events += data.count(b"\n\n")
+        self._writer.write(data)
 
     def _pass_on_held(self) -> None:
         """Give up to hold back a response that is longer than it said, or a refusal of that size."""

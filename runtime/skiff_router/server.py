@@ -7,15 +7,21 @@ from typing import Final
 import uvloop
 
 from skiff_router.app import RouterApp, posts
-from skiff_router.config import RouterConfig
+from skiff_router.config import FLAG_LIMITS_FILE, FLAG_USAGE_LOG, RouterConfig
 from skiff_router.discovery import KubernetesDiscovery
 from skiff_router.endpoints import Registry
+from skiff_router.event_watcher import EventWatcher
 from skiff_router.kubernetes_watch import ClusterAccess, in_cluster_access
+from skiff_router.limits import Limits, RateLimiter, read_limits
+from skiff_router.metering import Metering
 from skiff_router.metrics import RouterMetrics
 from skiff_router.policies import make_policy
 from skiff_router.prober import Prober
 from skiff_router.proxy import Exchanges, Proxy, ProxyContext, ProxySettings
 from skiff_router.retries import RetryBudget
+from skiff_router.scale_requests import ScaleRequester
+from skiff_router.usage_log import UsageLog
+from skiff_router.waiting_room import WaitingLimits, WaitingRoom
 from skiff_runtime import log
 from skiff_runtime.api.http.auth import AccessPolicy, Principal
 from skiff_runtime.api.http.cors import CorsPolicy
@@ -24,9 +30,11 @@ from skiff_runtime.api.http.key_file import KeyFile
 from skiff_runtime.api.http.late_requests import wait_until_over
 from skiff_runtime.api.http.listener import listen
 from skiff_runtime.api.http.middleware import AccessMiddleware
+from skiff_runtime.api.http.reloaded_file import ReloadedFile
 from skiff_runtime.api.http.request_body import MIN_VALUE_LIMIT, BodyReader
 from skiff_runtime.config.api_keys import KeyRing
 from skiff_runtime.contract import FLAG_API_KEY_FILE
+from skiff_runtime.errors import ConfigError
 
 CLOSE_SECONDS: Final = 2
 
@@ -39,23 +47,46 @@ class RouterServer:
         self.port: int | None = None
         self._config = config
         self._draining = False
+        self._error: BaseException | None = None
         self._registry = Registry()
         for model, addresses in config.backends.items():
             self._registry.put(model, model).update({address: str(address) for address in addresses})
         self._discovery = None
         if access is not None:
-            self._discovery = KubernetesDiscovery(access, self._registry, config.namespace)
+            self._discovery = KubernetesDiscovery(access, self._registry, config.namespaces)
         self._exchanges = exchanges = Exchanges()
-        self._metrics = RouterMetrics(self._registry, lambda: len(self._http.server_state.connections))
+        self._limits_file: ReloadedFile[Limits] | None = None
+        if config.limits_file is not None:
+            self._limits_file = ReloadedFile(config.limits_file, FLAG_LIMITS_FILE, read_limits)
+        self._limiter = RateLimiter(Limits() if self._limits_file is None else self._limits_file.value)
+        self._usage_log = None if config.usage_log is None else UsageLog(config.usage_log, FLAG_USAGE_LOG)
+        self._metrics = RouterMetrics(
+            self._registry,
+            lambda: len(self._http.server_state.connections),
+            in_flight_by_key=self._limiter.in_flight,
+            lost_usage_lines=lambda: 0 if self._usage_log is None else self._usage_log.lost,
+        )
+        limits = WaitingLimits(
+            requests=config.max_waiting_requests,
+            body_bytes=config.max_waiting_bytes,
+            seconds=config.waiting_timeout_seconds,
+        )
+        self._requester = None if access is None else ScaleRequester(access)
+        self._room = WaitingRoom(limits, self._metrics, self._requester)
         key_file = None
         if config.api_key_file is not None:
             key_file = KeyFile(config.api_key_file, FLAG_API_KEY_FILE, given=())
         self._key_file = key_file
+        self._metering = Metering(
+            limiter=self._limiter, metrics=self._metrics, keys=key_file, log=self._usage_log
+        )
         context = ProxyContext(
             registry=self._registry,
             policy=make_policy(config.policy),
             exchanges=exchanges,
             metrics=self._metrics,
+            metering=self._metering,
+            room=self._room,
             settings=ProxySettings(
                 first_byte_seconds=config.first_byte_timeout_seconds,
                 forward_credentials=key_file is None,
@@ -64,6 +95,7 @@ class RouterServer:
             budget=RetryBudget(),
         )
         self._prober = Prober(self._registry, exchanges, config.backend_api_key)
+        self._watcher = EventWatcher(self._registry, config.backend_api_key)
         app = AccessMiddleware(
             RouterApp(self._registry, self._metrics, is_ready=self._is_ready),
             posts=posts(Proxy(context, BodyReader(config.max_request_bytes, max_values=MIN_VALUE_LIMIT))),
@@ -81,14 +113,24 @@ class RouterServer:
         )
 
     async def serve(self) -> None:
-        """Serve until SIGTERM or SIGINT, and until the requests that run then have ended."""
+        """Serve until SIGTERM or SIGINT, and until the requests that run then have ended.
+
+        Raises an error of a task in the background, after which the router would act on what it knew before.
+        """
         listener = listen(self._config.host, self._config.port)
         loop = asyncio.get_running_loop()
-        tasks = [loop.create_task(self._prober.run())]
+        tasks = [loop.create_task(self._prober.run()), loop.create_task(self._watcher.run())]
         if self._discovery is not None:
             tasks.append(loop.create_task(self._discovery.run()))
         if self._key_file is not None:
-            tasks.append(loop.create_task(self._key_file.watch(lambda _success: None)))
+            tasks.append(loop.create_task(self._key_file.watch(self._take_keys)))
+        if self._limits_file is not None:
+            self._metrics.record_reload(FLAG_LIMITS_FILE, success=True)
+            self._warn_of_unknown_names()
+            watch = self._limits_file.watch(on_change=self._take_limits, on_failure=self._keep_limits)
+            tasks.append(loop.create_task(watch))
+        for task in tasks:
+            task.add_done_callback(self._end_if_failed)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.drain)
         self.port = listener.getsockname()[1]
@@ -98,7 +140,44 @@ class RouterServer:
         finally:
             for task in tasks:
                 task.cancel()
+            if self._usage_log is not None:
+                await asyncio.to_thread(self._usage_log.close)
+            if self._requester is not None:
+                self._requester.close()
         log.event("router_stopped")
+        if self._error is not None:
+            raise self._error
+
+    def _end_if_failed(self, task: asyncio.Task[None]) -> None:
+        """Stop if a task in the background has failed."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._error = error
+            self.stop()
+
+    def _take_keys(self, success: bool) -> None:
+        """Record a reload of the keys, and forget the use of those that are gone."""
+        self._metrics.record_reload(FLAG_API_KEY_FILE, success=success)
+        self._limiter.keep_only(self._metering.names())
+
+    def _take_limits(self, _before: Limits) -> None:
+        """Apply changed limits."""
+        assert self._limits_file is not None
+        self._limiter.replace(self._limits_file.value)
+        self._metrics.record_reload(FLAG_LIMITS_FILE, success=True)
+        log.event("limits_reloaded", file=self._limits_file.path, keys=len(self._limits_file.value.keys))
+        self._warn_of_unknown_names()
+
+    def _keep_limits(self, error: ConfigError) -> None:
+        """Report limits that cannot be used; the last ones stay in force."""
+        log.error("limits_not_reloaded", reason=error)
+        self._metrics.record_reload(FLAG_LIMITS_FILE, success=False)
+
+    def _warn_of_unknown_names(self) -> None:
+        """Report limits for names that no key has: they may be misspelled, and then the default applies."""
+        assert self._limits_file is not None
+        unknown = sorted(self._limits_file.value.keys.keys() - self._metering.names())
+        if unknown:
+            log.warning("limits_without_a_key", names=", ".join(unknown))
 
     def _is_ready(self) -> bool:
         """Return whether requests are accepted: every model is known, and the router does not shut down."""
@@ -122,6 +201,7 @@ class RouterServer:
         began = loop.time()
         log.event("drain_started", in_flight=self._exchanges.requests)
         already, limit = self._exchanges.begun, self._config.drain_timeout_seconds
+        self._room.close()
         self._http.begin_closing()
         await wait_until_over(lambda: self._exchanges.begun - already, timeout_seconds=limit)
         self._http.close_idle_connections()

@@ -10,7 +10,7 @@ import ssl
 from collections import deque
 from collections.abc import Callable, Sequence
 from enum import StrEnum
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol, cast
 
 import httptools
 
@@ -19,6 +19,8 @@ IDLE_SECONDS: Final = 30.0
 """Shorter than a pod's own limit of 75 s, so that the router closes idle connections, and no request meets a closed one."""
 MAX_IDLE_CONNECTIONS: Final = 64
 MAX_HEAD_BYTES: Final = 1 << 16
+MAX_TRAILERS: Final = 8
+MAX_STATUS: Final = 599
 WRITE_HIGH_WATER_BYTES: Final = 1 << 18
 
 Headers = list[tuple[bytes, bytes]]
@@ -92,11 +94,14 @@ class UpstreamConnection(asyncio.Protocol):
         self._receiver: ResponseReceiver | None = None
         self._parser: httptools.HttpResponseParser | None = None
         self._headers: Headers = []
+        self.trailers: Headers = []
+        """The trailers of the response that has ended last, or ends."""
         self._head_bytes = 0
         self._in_head = True
         self._close_delimited = False
         self._without_body = False
         self._reusable = False
+        self._paused = False
         self._exchanges = 0
         self.idle_since = 0.0
 
@@ -118,19 +123,26 @@ class UpstreamConnection(asyncio.Protocol):
         self._transport.writelines(request)
 
     def pause(self) -> None:
-        """Stop reading: the client does not take what arrives."""
-        if self.is_open:
+        """Stop reading, until ``resume`` or the end of the response: the client does not take what arrives."""
+        if self.is_open and not self._paused:
             assert self._transport is not None
+            self._paused = True
             self._transport.pause_reading()
 
     def resume(self) -> None:
         """Read again."""
-        if self.is_open:
+        if self.is_open and self._paused:
             assert self._transport is not None
+            self._paused = False
             self._transport.resume_reading()
 
-    def abort(self) -> None:
-        """End the connection at once, without a call of the receiver; the pod notices that its client has left."""
+    def abort(self, receiver: ResponseReceiver) -> None:
+        """End the connection at once, without a call of ``receiver``; the pod notices that its client has left.
+
+        No-op if the response is complete: the connection may carry the exchange of another receiver by now.
+        """
+        if self._receiver is not receiver:
+            return
         self._receiver = None
         if self._transport is not None:
             self._transport.abort()
@@ -144,8 +156,8 @@ class UpstreamConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep the transport."""
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        # uvloop's transports have the methods, but not the class.
+        self._transport = transport = cast(asyncio.Transport, transport)
         transport.set_write_buffer_limits(high=WRITE_HIGH_WATER_BYTES)
 
     def data_received(self, data: bytes) -> None:
@@ -188,9 +200,11 @@ class UpstreamConnection(asyncio.Protocol):
             self.close()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Collect a header; after the body these are trailers, which are dropped."""
+        """Collect a header; after the body these are trailers, of which a few are kept."""
         if self._in_head:
             self._headers.append((name.lower(), value))
+        elif len(self.trailers) < MAX_TRAILERS:
+            self.trailers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         """Pass the head on."""
@@ -198,6 +212,9 @@ class UpstreamConnection(asyncio.Protocol):
         status = self._parser.get_status_code()
         if 100 <= status < 200:
             self._headers = []
+            return
+        if not 200 <= status <= MAX_STATUS:
+            self._fail(Failure.MALFORMED, f"the status is {status}, which HTTP does not have")
             return
         self._in_head = False
         lengths = [name for name, _ in self._headers if name in (b"content-length", b"transfer-encoding")]
@@ -223,6 +240,7 @@ class UpstreamConnection(asyncio.Protocol):
         # A parser of its own for each response: one that failed or met a HEAD would carry its state on.
         self._parser = httptools.HttpResponseParser(self)
         self._headers = []
+        self.trailers = []
         self._head_bytes = 0
         self._in_head = True
         self._close_delimited = False
@@ -233,6 +251,7 @@ class UpstreamConnection(asyncio.Protocol):
         if receiver is None:
             return
         receiver.on_end()
+        self.resume()  # a slow client holds up its own response, not the next one on this connection
         if self._reusable and self.is_open:
             self._on_idle(self)
         else:

@@ -32,6 +32,7 @@ _BENCHMARKS: Final = {
     ),
     "structured": ("offline.structured", "grammar masks, filled row by row and in batches"),
     "overhead": ("online.overhead", "CPU time of each server process for a request and for a token"),
+    "routing": ("routing", "the router's policies in a simulated cluster, beside others"),
     "path": ("path", "cost of the serving path, with a stub in the engine's place"),
 }
 

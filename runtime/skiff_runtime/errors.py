@@ -4,7 +4,7 @@
 at a process boundary it becomes an exit code or a 500.
 """
 
-from typing import Final
+from typing import Final, Protocol
 
 CLIENT_CLOSED_REQUEST: Final = 499
 """The HTTP status that nginx logs for a client that disconnected before the response."""
@@ -60,6 +60,40 @@ class RequestError(SkiffError):
         self.param = param
         if code is not None:
             self.code = code
+
+
+class ErrorFields(Protocol):
+    """The fields of an error that a response shows: a ``RequestError``, or the message ``RequestFailed`` of a process."""
+
+    @property
+    def status(self) -> int:
+        """Return the HTTP status."""
+        ...
+
+    @property
+    def kind(self) -> str:
+        """Return OpenAI's ``error.type``."""
+        ...
+
+    @property
+    def message(self) -> str:
+        """Return the text for people."""
+        ...
+
+    @property
+    def param(self) -> str | None:
+        """Return the invalid field."""
+        ...
+
+    @property
+    def code(self) -> str | None:
+        """Return the stable word for programs."""
+        ...
+
+    @property
+    def retry_after_seconds(self) -> int:
+        """Return the delay after which a retry may succeed; 0 if no delay helps."""
+        ...
 
 
 class InvalidRequest(RequestError):

@@ -59,6 +59,11 @@ class StepPlan:
     captures_graph: bool = False
 
     @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of all prefill chunks."""
+        return self.num_tokens - self.decode_rows
+
+    @property
     def num_tokens(self) -> int:
         """Number of tokens that this step computes."""
         return int(self.lengths.sum())

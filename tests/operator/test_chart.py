@@ -93,6 +93,18 @@ def test_model_caches_bring_their_rights_and_need_all_namespaces(helm: Helm) -> 
         helm.render("modelCache.enabled=true", "watchNamespaces={a}")
 
 
+def test_rights_to_other_autoscaling_engines_come_with_them(helm: Helm) -> None:
+    def groups(*values: str) -> set[str]:
+        rules = [rule for body in of_kind(helm.render(*values), "ClusterRole") for rule in body["rules"]]
+        return {group for rule in rules for group in rule["apiGroups"]} & {"autoscaling", "keda.sh"}
+
+    assert groups() == set()
+    assert groups("autoscaling.engines={HPA}") == {"autoscaling"}
+    assert groups("autoscaling.engines={HPA,KEDA}") == {"autoscaling", "keda.sh"}
+    with pytest.raises(HelmError, match="engines"):
+        helm.render("autoscaling.engines={VPA}")
+
+
 def test_the_digest_wins_over_the_tag(helm: Helm) -> None:
     bodies = helm.render("image.repository=registry.example.com/op", "image.tag=7", f"image.digest={DIGEST}")
     images = {each["image"] for spec in chart_pods(bodies) for each in spec["containers"]}

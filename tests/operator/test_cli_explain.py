@@ -13,7 +13,7 @@ from skiff_operator.cli.explain import Event, Pod, Snapshot, render
 from skiff_operator.failure import REMEDIES
 from skiff_operator.rollout_analysis import OBSERVING, Analysis, Figures
 from skiff_operator.startup import PodStartup
-from skiff_operator.status import Facts, Problem, report
+from skiff_operator.status import Facts, Problem, Scaling, report
 from skiff_operator.workload import Crash, PodState, Rollout
 
 NOW = "2026-01-01T00:00:00Z"
@@ -57,7 +57,7 @@ def snapshot(
         shortage=shortage,
         paused=paused,
     )
-    kept = {name: fields.pop(name, None) for name in ("startup", "analysis")}
+    kept = {name: fields.pop(name, None) for name in ("startup", "analysis", "autoscaling")}
     status = msgspec.structs.replace(report(facts, None, NOW), **kept)
     given: dict[str, Any] = {
         "service": service(),
@@ -164,3 +164,11 @@ def test_free_resources_are_what_no_pod_requests() -> None:
     assert [each.pods({GPU: Decimal(1)}) for each in found] == [2, 0, 0]
     unknown = measure(nodes, None, {})
     assert [each.free_devices(GPU) for each in unknown] == [None] * 3
+
+
+def test_autoscaling_and_its_last_change_are_in_the_headline() -> None:
+    scaled = service(replicas=3, autoscaling={"minReplicas": 0, "maxReplicas": 8})
+    assert "\n  autoscaled from 0 to 8\n" in render(snapshot(service=scaled), width=100)
+    last = Scaling(3, "96 requests, 32 for each pod", NOW)
+    text = render(snapshot(service=scaled, autoscaling=last), width=100)
+    assert f"\n  autoscaled from 0 to 8: 3 since {NOW}, 96 requests, 32 for each pod\n" in text

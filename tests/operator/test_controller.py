@@ -21,11 +21,12 @@ from skiff_operator.reconcile import Outcome, Reconciler
 from skiff_operator.resources.metadata import ANNOTATION_SPEC_HASH, LABEL_REVISION
 from skiff_operator.rollout_analyzer import RolloutAnalyzer
 from skiff_operator.settings import Settings
-from skiff_operator.watch_streams import WATCHED, StreamKey, WatchStreams
+from skiff_operator.watch_streams import StreamKey, WatchStreams, watched
 from skiff_operator.workqueue import Key
 from skiff_runtime import contract
 
 SETTINGS = Settings(workers=2, resync_seconds=0.05, status_delay_seconds=0.01)
+KINDS = watched(SETTINGS.autoscaling_engines)
 
 
 class Scripted:
@@ -51,7 +52,7 @@ def controller(reconciler: Any) -> Controller:
 def sync(of: Controller) -> None:
     """End the first list of every kind, all of them empty."""
     of.streams.begin()
-    for kind in WATCHED:
+    for kind in KINDS:
         of.on_listed(StreamKey(kind, None), set(), 1)
 
 
@@ -183,14 +184,14 @@ def test_no_work_begins_before_all_kinds_are_listed() -> None:
         of = controller(reconciler)
         of.streams.begin()
         of.on_event(INFERENCE_SERVICE, "LISTED", raw("early"))
-        for kind in WATCHED[:-1]:
+        for kind in KINDS[:-1]:
             of.on_listed(StreamKey(kind, None), {"u1"}, 1)
-        assert f"{WATCHED[-1].plural} in all namespaces: not listed yet" == of.streams.unsynced()
+        assert f"{KINDS[-1].plural} in all namespaces: not listed yet" == of.streams.unsynced()
         worker = asyncio.create_task(of.work())
         await asyncio.sleep(0.1)
         assert reconciler.turns == []
         worker.cancel()
-        of.on_listed(StreamKey(WATCHED[-1], None), set(), 1)
+        of.on_listed(StreamKey(KINDS[-1], None), set(), 1)
         assert of.streams.unsynced() == ""
         await run_until(of, lambda: "early" in reconciler.turns)
 

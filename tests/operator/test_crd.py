@@ -9,6 +9,8 @@ import yaml
 from apiserver import ApiServer, Refused
 from services import hub, raw
 
+from skiff_operator import spec
+
 SAMPLES = sorted((Path(__file__).parents[2] / "manifests/samples").glob("*.yaml"))
 
 
@@ -35,6 +37,21 @@ def test_defaults_are_filled_in(api: ApiServer) -> None:
         "startup": {"timeoutSeconds": 1800},
         "drain": {"timeoutSeconds": 60},
     }
+
+
+def test_autoscaling_has_defaults_of_its_own(api: ApiServer) -> None:
+    made = api.create("inferenceservices", manifest(autoscaling={"minReplicas": 0, "maxReplicas": 4}))
+    assert made["spec"]["autoscaling"] == {
+        "minReplicas": 0,
+        "maxReplicas": 4,
+        "targets": {"concurrency": 32},
+        "scaleDownDelaySeconds": 300,
+        "engine": "Builtin",
+    }
+    assert spec.parse(made).spec.autoscaling == spec.Autoscaling(min_replicas=0, max_replicas=4)
+    chosen = {"maxReplicas": 4, "targets": {"ttftSeconds": 0.5, "queuedTokens": 4096}}
+    made = api.create("inferenceservices", manifest("other", autoscaling=chosen))
+    assert made["spec"]["autoscaling"]["targets"] == chosen["targets"]
 
 
 @pytest.mark.parametrize("name", ["1llama", "my.llama", "l" * 58])

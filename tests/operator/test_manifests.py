@@ -14,7 +14,11 @@ from skiff_runtime import contract
 
 CRDS = {path.name: yaml.safe_load(path.read_text()) for path in (ROOT / "manifests/crds").glob("*.yaml")}
 HELM_LABELS = ("helm.sh/chart", "app.kubernetes.io/managed-by")
-METRICS = {
+ROUTER_METRICS = set(
+    re.findall(r"^\| `(skiff_router_\w+)`", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE)
+)
+"""As tests/router/test_metrics.py compares them with the code."""
+METRICS = ROUTER_METRICS | {
     value for name, value in vars(contract).items() if name.startswith(("METRIC_", "OPERATOR_", "ROUTING_"))
 }
 PROCESS = {"process_cpu_seconds_total", "process_resident_memory_bytes"}
@@ -68,17 +72,23 @@ def test_the_chart_carries_the_same_crds(helm: Helm) -> None:
     assert {word.removeprefix("/crd/") for word in words[3:]} == set(carried["data"])
 
 
-def test_grafana_finds_both_dashboards(helm: Helm) -> None:
-    bodies = helm.render()
+@pytest.mark.parametrize(
+    ("value", "titles"),
+    [
+        ("router.enabled=false", ["Skiff / Operator", "Skiff / Serving"]),
+        ("router.enabled=true", ["Skiff / Operator", "Skiff / Router", "Skiff / Serving"]),
+    ],
+)
+def test_grafana_finds_the_dashboards_of_what_runs(helm: Helm, value: str, titles: list[str]) -> None:
+    bodies = helm.render(value)
     found = [body for body in bodies if body["kind"] == "ConfigMap" and body not in hooks(bodies)]
     assert {body["metadata"]["labels"]["grafana_dashboard"] for body in found} == {"1"}
-    titles = [json.loads(text)["title"] for body in found for text in body["data"].values()]
-    assert sorted(titles) == ["Skiff / Operator", "Skiff / Serving"]
+    assert sorted(json.loads(text)["title"] for body in found for text in body["data"].values()) == titles
 
 
 def test_no_rule_grants_everything_or_reads_secrets(helm: Helm) -> None:
     """The hook's role among them, which may change no other definition than ours."""
-    roles = [body for body in helm.render() if body["kind"] in ("Role", "ClusterRole")]
+    roles = [body for body in helm.render("router.enabled=true") if body["kind"] in ("Role", "ClusterRole")]
     for rule in [rule for role in roles for rule in role["rules"]]:
         assert "*" not in [*rule["apiGroups"], *rule["resources"], *rule["verbs"]]
         assert not {"secrets", "pods/log", "pods/exec"} & set(rule["resources"])
@@ -131,9 +141,11 @@ def test_queries_use_only_defined_metrics(where: str, expression: str) -> None:
         assert name in METRICS | PROCESS | RECORDED or base in METRICS, f"{where}: {name}"
 
 
-def test_every_operator_metric_is_on_a_dashboard() -> None:
+def test_every_metric_of_operator_and_router_is_on_a_dashboard() -> None:
     text = " ".join(expression for _, expression in dashboard_expressions())
     names = [
         value for name, value in vars(contract).items() if name.startswith("OPERATOR_") and "PORT" not in name
     ]
+    names += sorted(ROUTER_METRICS)
+    assert len(names) > 20
     assert not [name for name in names if name not in text]

@@ -60,10 +60,12 @@ def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
 
 
 @pytest.mark.usefixtures("definitions")
-@pytest.mark.parametrize("values", [(), ("watchNamespaces={a,b}",)])
-def test_every_monitoring_object_is_accepted(api: ApiServer, values: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("values", "monitors"), [((), 2), (("watchNamespaces={a,b}",), 2), (("router.enabled=true",), 3)]
+)
+def test_every_monitoring_object_is_accepted(api: ApiServer, values: tuple[str, ...], monitors: int) -> None:
     objects = [body for body in rendered(*values) if body["kind"] in PLURALS]
-    assert [body["kind"] for body in objects].count("PodMonitor") == 2
+    assert [body["kind"] for body in objects].count("PodMonitor") == monitors
     for body in objects:
         live = create(api, body)
         assert live["spec"] == body["spec"] or body["kind"] == "PodMonitor"
@@ -92,18 +94,19 @@ def test_a_mistake_is_refused(api: ApiServer, kind: str, path: tuple[Any, ...], 
 
 def test_the_monitors_select_the_pods_and_name_their_ports() -> None:
     """A monitor that selects nothing is accepted, too."""
-    bodies = rendered()
+    bodies = rendered("router.enabled=true")
     chosen = [body["spec"] for body in bodies if body["kind"] == "PodMonitor"]
-    operator = next(body for body in bodies if body["kind"] == "Deployment")["spec"]["template"]
+    deployments = {body["metadata"]["name"]: body for body in bodies if body["kind"] == "Deployment"}
+    operator, router = (deployments[f"skiff-{name}"]["spec"]["template"] for name in ("operator", "router"))
     serving = plan.objects(service(), Settings())[(DEPLOYMENT, "llama")]["spec"]["template"]
     found = []
-    for template in (operator, serving):
+    for template in (operator, serving, router):
         [monitor] = [spec for spec in chosen if selects(spec["selector"], template["metadata"]["labels"])]
         [endpoint] = monitor["podMetricsEndpoints"]
         ports = [port["name"] for port in template["spec"]["containers"][0]["ports"]]
         assert endpoint["port"] in ports and endpoint["path"] == "/metrics"
         found.append(monitor)
-    assert found[1]["namespaceSelector"] == {"any": True} and found[0] is not found[1]
+    assert found[1]["namespaceSelector"] == {"any": True} and len({id(each) for each in found}) == 3
     [rule] = found[1]["podMetricsEndpoints"][0]["relabelings"]
     label = rule["sourceLabels"][0].removeprefix("__meta_kubernetes_pod_label_")
     assert label in {name.replace(".", "_").replace("/", "_") for name in serving["metadata"]["labels"]}

@@ -47,6 +47,15 @@ def test_peers_reach_the_api_port_alone(policy: dict[str, Any], peers: list[Any]
     assert rules(policy) == ([{"from": [OPERATOR, *peers], "ports": PORT}], [DNS])
 
 
+@pytest.mark.parametrize(("policy", "peers"), [({}, []), ({"from": [GATEWAY]}, [GATEWAY])])
+def test_exclusive_router_replaces_the_namespace_but_not_the_peers_of_the_spec(
+    policy: dict[str, Any], peers: list[Any]
+) -> None:
+    settings = Settings(router_exclusive=True)
+    built = plan.objects(service(networkPolicy=policy), settings)[(NETWORK_POLICY, "llama")]["spec"]
+    assert built["ingress"] == [{"from": [OPERATOR, *peers], "ports": PORT}]
+
+
 def test_only_downloads_may_use_https_and_more_is_given_by_the_spec() -> None:
     assert rules({}, model=hub())[1] == [DNS, HTTPS]
     assert rules({}, model={"uri": "pvc://models/llama"})[1] == [DNS]

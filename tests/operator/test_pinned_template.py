@@ -153,6 +153,7 @@ def rolled_back() -> OperatedService:
 EDITS: dict[str, dict[str, Any]] = {
     "nothing": {},
     "replicas": {"replicas": 3},
+    "autoscaling": {"autoscaling": {"maxReplicas": 3}},
     "rollout": {"rollout": {"maxSurge": 2}},
     "a default": {"drain": {"timeoutSeconds": 60}},
     "a policy, which no pod shows": {"networkPolicy": {"from": []}},

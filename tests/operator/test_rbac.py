@@ -44,6 +44,9 @@ UNUSED = {
         "children that block their owner's deletion"
     ),
     Right("", "events", "list"): "when a pod has been stuck for 30 s; test_rollout_strategy.py needs it",
+    Right("serving.skiff.dev", "inferenceservices/scale", "patch"): (
+        "when autoscaling changes the number of pods; test_autoscaler.py needs it"
+    ),
     Right("", "pods", "patch"): "before a scale-in of ready pods; test_scale_in.py needs it",
 }
 """Rights without a request in the life below, and why they are needed."""

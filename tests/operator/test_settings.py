@@ -32,6 +32,8 @@ def test_lists_and_switches() -> None:
         (["--log-level", "loud"], {}, "--log-level"),
         (["--gpu-resource-name", "gpu"], {}, "--gpu-resource-name"),
         ([], {"SKIFF_OPERATOR_ALLOW_PRIVILEGED_PODS": "yes"}, "SKIFF_OPERATOR_ALLOW_PRIVILEGED_PODS"),
+        (["--autoscaling-engines", "HPA,VPA"], {}, "--autoscaling-engines must be among HPA, KEDA"),
+        (["--autoscaling-engines", "KEDA"], {}, "needs --prometheus-address"),
         (["--lease-renew-seconds", "20"], {}, "--lease-renew-seconds"),
         ([], {"SKIFF_OPERATOR_ALLOW_HOST_PATH": "perhaps"}, "SKIFF_OPERATOR_ALLOW_HOST_PATH"),
     ],

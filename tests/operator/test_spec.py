@@ -34,6 +34,39 @@ def test_there_and_back_again() -> None:
 
 
 @pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({}, "missing required field `maxReplicas`"),
+        ({"maxReplicas": 0}, "maxReplicas 1 or more"),
+        ({"minReplicas": 3, "maxReplicas": 2}, "minReplicas: 3 exceeds maxReplicas, 2"),
+        ({"maxReplicas": 2, "targets": {}}, "targets: set at least one of concurrency, queuedTokens"),
+        ({"maxReplicas": 2, "targets": {"ttftSeconds": 0}}, "targets.ttftSeconds: must be greater than 0"),
+        ({"maxReplicas": 2, "targets": {"cpu": 1}}, "unknown field `cpu`"),
+        ({"maxReplicas": 2, "scaleToZeroAfterSeconds": 9}, "remove it, or set minReplicas to 0"),
+        ({"maxReplicas": 2, "engine": "VPA"}, "Invalid enum value 'VPA'"),
+        ({"minReplicas": 0, "maxReplicas": 2, "engine": "HPA"}, "keeps at least one pod; set 1"),
+        ({"maxReplicas": 2, "engine": "HPA", "targets": {"ttftSeconds": 1}}, "reads gauges only; remove it"),
+        ({"maxReplicas": 2, "engine": "KEDA", "scaleDownDelaySeconds": 9999}, "allows 3600 at most"),
+    ],
+)
+def test_autoscaling_that_contradicts_itself_is_refused(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(InvalidSpec) as invalid:
+        service(autoscaling=given)
+    assert says in str(invalid.value), invalid.value
+
+
+def test_autoscaling_knows_its_targets_and_how_many_pods_there_may_be() -> None:
+    assert service(replicas=3).spec.most_replicas == 3
+    scaled = service(
+        replicas=0, autoscaling={"maxReplicas": 5, "targets": {"ttftSeconds": 2, "queuedTokens": 9}}
+    ).spec
+    assert scaled.most_replicas == 5
+    assert scaled.autoscaling is not None
+    assert scaled.autoscaling.targets.given == {"queuedTokens": 9, "ttftSeconds": 2}
+    assert scaled.autoscaling.idle_seconds == 600
+
+
+@pytest.mark.parametrize(
     ("uri", "source"),
     [
         ("demo://", ("demo", "", "")),

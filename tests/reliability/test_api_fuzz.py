@@ -101,6 +101,8 @@ def run_schemathesis(service: Service, count: int, phases: str, folder: Path) ->
         phases,
         "--exclude-path",
         "/abort",
+        "--exclude-path",
+        "/events",
         "--request-timeout",
         "60",
         "--no-color",

@@ -5,14 +5,15 @@ import pytest
 
 from skiff_router.discovery import Discovery, EndpointSlice, InferenceService
 from skiff_router.endpoints import Registry
+from skiff_router.scaling import Scaling
 from skiff_router.upstream import Address
 from skiff_runtime.errors import InvalidRequest, ModelNotFound
 
 
-def service(name: str, namespace: str = "shop", model: str | None = None) -> InferenceService:
+def service(name: str, namespace: str = "shop", model: str | None = None, **spec: object) -> InferenceService:
     fields = {
         "metadata": {"name": name, "namespace": namespace},
-        "spec": {"model": {"uri": "demo://", "name": model}},
+        "spec": {"model": {"uri": "demo://", "name": model}, **spec},
     }
     return msgspec.convert(fields, InferenceService)
 
@@ -35,6 +36,30 @@ def slice_of(
         "ports": [{"name": "metrics", "port": 1}, {"name": port, "port": 8000}],
     }
     return msgspec.convert(fields, EndpointSlice)
+
+
+def test_number_of_pods_and_its_limits_are_known_while_the_service_is(
+    registry: Registry, discovery: Discovery
+) -> None:
+    fields = {
+        "metadata": {"name": "llama", "namespace": "shop", "resourceVersion": "7"},
+        "spec": {
+            "replicas": 0,
+            "autoscaling": {"maxReplicas": 4, "minReplicas": 0, "targets": {"queuedTokens": 9}},
+        },
+        "status": {"startup": {"readySeconds": 31.5, "pod": "llama-1"}},
+    }
+    discovery.list_services([msgspec.convert(fields, InferenceService)])
+    backend = registry.find("llama")
+    assert backend.scaling == Scaling(
+        replicas=0, max_replicas=4, queued_tokens=9, start_seconds=31.5, resource_version="7"
+    )
+    discovery.change_service("MODIFIED", service("llama"))
+    assert backend.scaling == Scaling(replicas=1)
+    assert backend.scaling.is_expected
+    assert not backend.scaling.is_autoscaled
+    discovery.change_service("DELETED", service("llama"))
+    assert backend.scaling is None
 
 
 @pytest.fixture
@@ -120,6 +145,46 @@ def test_name_that_several_services_have_means_none_of_them(registry: Registry, 
     assert registry.find("shop/a").key == "shop/a"
     discovery.change_service("DELETED", service("b", "bank"))
     assert registry.find("llama").key == "shop/a"
+
+
+def test_list_of_one_namespace_leaves_the_others(registry: Registry, discovery: Discovery) -> None:
+    discovery.list_services([service("a")], "shop")
+    discovery.list_services([service("b", "bank")], "bank")
+    discovery.list_slices([slice_of("a", endpoint("10.0.0.1"))], "shop")
+    discovery.list_slices([], "bank")
+    assert states(registry, "a") == {"10.0.0.1": "available"}
+    discovery.list_services([], "bank")
+    assert [backend.key for backend in registry.backends] == ["shop/a"]
+    discovery.list_slices([], "shop")
+    assert states(registry, "a") == {}
+
+
+def test_models_are_listed_by_the_names_that_find_them(registry: Registry, discovery: Discovery) -> None:
+    discovery.list_services([service("a", model="llama"), service("b", "bank", model="llama"), service("c")])
+    names = [registry.public_name(backend) for backend in registry.backends]
+    assert names == ["bank/b", "shop/a", "c"]
+    assert [registry.find(name) for name in names] == registry.backends
+    with pytest.raises(ModelNotFound, match="models: bank/b, c, shop/a"):
+        registry.find("z")
+
+
+def test_model_is_ready_or_loading_or_at_zero(registry: Registry, discovery: Discovery) -> None:
+    discovery.list_services([service("a", replicas=0)])
+
+    def state() -> str:
+        return registry.find("a").state
+
+    assert state() == "at_zero"
+    discovery.change_service("MODIFIED", service("a", replicas=1))
+    assert state() == "loading"
+    discovery.change_slice("ADDED", slice_of("a", endpoint("10.0.0.1", ready=False)))
+    assert state() == "loading"
+    discovery.change_slice("MODIFIED", slice_of("a", endpoint("10.0.0.1")))
+    assert state() == "ready"
+    discovery.change_service("MODIFIED", service("a", replicas=0))
+    assert state() == "ready", "its last pod still serves"
+    discovery.change_slice("DELETED", slice_of("a"))
+    assert state() == "at_zero"
 
 
 def test_list_replaces_what_is_known(registry: Registry, discovery: Discovery) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import Coroutine
 from typing import Any
 
 import pytest
@@ -16,13 +15,12 @@ from fake_pod import (
     json_response,
     pods,
 )
-from routers import make_config, routed, router, until
+from routers import make_config, routed, router, run, until
+
+from skiff_router.prober import Prober
+from skiff_router.server import RouterServer
 
 CHAT = "/v1/chat/completions"
-
-
-def run(test: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(test, 60))
 
 
 def says(text: str) -> Answer:
@@ -271,13 +269,33 @@ def test_models_and_probes_and_unknown_paths_are_answered_by_the_router() -> Non
             config = make_config({"m1": (a.address, b.address), "m0": (b.address,)})
             async with router(config) as running:
                 models = (await running.client.get("/v1/models")).json()["data"]
-                assert [(each["id"], each["ready"], each["pods"]) for each in models] == [
-                    ("m0", True, {"available": 1}),
-                    ("m1", True, {"available": 2}),
+                assert [(each["id"], each["state"], each["pods"]) for each in models] == [
+                    ("m0", "ready", {"available": 1}),
+                    ("m1", "ready", {"available": 2}),
                 ]
                 assert (await running.client.get("/readyz")).status_code == 200
                 assert (await running.client.get("/nothing")).status_code == 404
                 assert (await running.client.get(CHAT)).status_code == 405
+                assert not a.requests
+
+    run(test())
+
+
+def test_native_endpoint_is_routed_by_a_header_and_its_body_is_left_as_it_is() -> None:
+    async def test() -> None:
+        async with pods(says("a"), says("b")) as (a, b):
+            config = make_config({"a": (a.address,), "b": (b.address,)})
+            async with router(config) as running:
+                body = {"text": "x", "stream": False}
+                reply = await running.post("/generate", body, headers={"x-skiff-model": "b"})
+                assert reply.json() == {"pod": "b"}
+                assert b.requests[0].body == json.dumps(body).encode()
+                assert "x-skiff-model" not in b.requests[0].headers
+                missing = await running.post("/generate", body)
+                assert (missing.status_code, missing.json()["error"]["param"]) == (400, "x-skiff-model")
+                unknown = await running.post("/generate", body, headers={"x-skiff-model": "z"})
+                assert unknown.status_code == 404
+                assert "models: a, b" in unknown.json()["error"]["message"]
                 assert not a.requests
 
     run(test())
@@ -294,6 +312,58 @@ def test_keys_are_checked_here_and_not_passed_on(tmp_path: Any) -> None:
                 headers = {"authorization": "Bearer client-key"}
                 assert (await running.post(CHAT, {"model": "a"}, headers=headers)).status_code == 200
                 assert a.requests[0].headers["authorization"] == "Bearer pod-key"
+
+    run(test())
+
+
+@pytest.mark.parametrize("status", ["204 No Content", "304 Not Modified"])
+def test_response_without_a_body_may_have_a_length(status: str) -> None:
+    async def answer(request: PodRequest, writer: asyncio.StreamWriter) -> None:
+        writer.write(f"HTTP/1.1 {status}\r\ncontent-length: 5\r\n\r\n".encode())
+
+    async def test() -> None:
+        async with routed(answer) as (running, _):
+            reply = await running.post(CHAT, {"model": "a"})
+            assert (reply.status_code, reply.content) == (int(status[:3]), b"")
+            assert (await running.client.get("/readyz")).status_code == 200
+
+    run(test())
+
+
+@pytest.mark.parametrize("status", [42, 999])
+def test_status_that_http_does_not_have_is_a_failure_of_the_pod(status: int) -> None:
+    async def answer(request: PodRequest, writer: asyncio.StreamWriter) -> None:
+        writer.write(f"HTTP/1.1 {status:03d} What\r\ncontent-length: 0\r\n\r\n".encode())
+
+    async def test() -> None:
+        async with routed(answer) as (running, _):
+            reply = await running.post(CHAT, {"model": "a"})
+            assert (reply.status_code, reply.json()["error"]["code"]) == (502, "upstream_failed")
+
+    run(test())
+
+
+def test_malformed_deadline_is_refused_here() -> None:
+    async def test() -> None:
+        async with routed(says("a")) as (running, (pod,)):
+            headers = {"x-request-timeout-seconds": "soon"}
+            reply = await running.post(CHAT, {"model": "a"}, headers=headers)
+            assert (reply.status_code, reply.json()["error"]["param"]) == (400, "x-request-timeout-seconds")
+            assert not pod.requests
+
+    run(test())
+
+
+def test_router_ends_when_a_task_in_the_background_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would otherwise route to pods that hang, for nobody probes them."""
+
+    async def fail(prober: Prober) -> None:
+        raise RuntimeError("a bug")
+
+    async def test() -> None:
+        monkeypatch.setattr(Prober, "run", fail)
+        with pytest.raises(RuntimeError, match="a bug"):
+            await RouterServer(make_config({"a": ()})).serve()
 
     run(test())
 

@@ -5,11 +5,26 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from skiff_router.upstream import Address
+from skiff_runtime.state_events import HEARTBEAT, HEARTBEAT_SECONDS, PodLoad, Snapshot, StateEvent
 
 READY = b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\n\r\nok\n"
 DRAINING = b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 0\r\n\r\n"
 STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+SNAPSHOT = Snapshot(
+    instance="1",
+    model="a",
+    state="ready",
+    block_size=16,
+    kv_tokens=100_000,
+    isolates_keys=False,
+    load=PodLoad(max_requests=1000, max_running=100, max_step_tokens=2048),
+    prompt_blocks=[],
+)
 
 
 @dataclass(frozen=True)
@@ -43,17 +58,35 @@ def json_response(body: bytes, status: str = "200 OK") -> bytes:
 
 
 @dataclass(eq=False)
+class EventStream:
+    """One stream of a pod's events."""
+
+    writer: asyncio.StreamWriter
+    number: int = 0
+
+    def send(self, event: StateEvent) -> None:
+        """Send the next event."""
+        data = msgspec.json.encode(event)
+        self.writer.write(chunk(b"id: %d\ndata: %b\n\n" % (self.number, data)))
+        self.number += 1
+
+
+@dataclass(eq=False)
 class FakePod:
     """One pod. ``answer`` handles all but probes of readiness, which ``probe`` answers; ``hangs`` answers nothing at all."""
 
     answer: Answer
     probe: bytes = READY
     hangs: bool = False
+    reports: bool = False
+    """``/events`` is served: a snapshot, what ``report`` is called with, and comments. Otherwise it is a 404."""
     requests: list[PodRequest] = field(default_factory=list)
     left: int = 0
     """Connections that the router ended while a request was in progress."""
     address: Address = Address("127.0.0.1", 0)
+    snapshot: Snapshot = SNAPSHOT
     _server: asyncio.Server | None = None
+    _streams: list["EventStream"] = field(default_factory=list)
     _writers: dict[asyncio.StreamWriter, None] = field(default_factory=dict)
 
     async def start(self) -> None:
@@ -69,6 +102,26 @@ class FakePod:
             writer.transport.abort()
         self._server = None
 
+    def report(self, event: StateEvent) -> None:
+        """Send an event to every router that follows this pod, and begin later streams with it if it is a snapshot."""
+        if isinstance(event, Snapshot):
+            self.snapshot = event
+        for stream in self._streams:
+            stream.send(event)
+
+    async def _stream_events(self, writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM_HEAD)
+        stream = EventStream(writer)
+        stream.send(self.snapshot)
+        self._streams.append(stream)
+        try:
+            while not writer.transport.is_closing():
+                await asyncio.sleep(HEARTBEAT_SECONDS / 2)
+                if not self.hangs:
+                    writer.write(chunk(HEARTBEAT))
+        finally:
+            self._streams.remove(stream)
+
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writers[writer] = None
         try:
@@ -78,6 +131,11 @@ class FakePod:
                     await asyncio.Event().wait()
                 if request.target == "/readyz":
                     writer.write(self.probe)
+                    continue
+                if request.target.startswith("/events"):
+                    if self.reports:
+                        await self._stream_events(writer)
+                    writer.write(json_response(b"{}", "404 Not Found"))
                     continue
                 self.requests.append(request)
                 await self.answer(request, writer)

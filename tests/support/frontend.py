@@ -25,6 +25,7 @@ from skiff_runtime.config import Config
 from skiff_runtime.messages import (
     NO_TOKEN,
     AbortRequest,
+    CacheEvents,
     FinishReason,
     FlushCache,
     Flushed,
@@ -68,15 +69,11 @@ class Rank:
     """The test in place of rank 0's scheduler: receives requests and sends output rows."""
 
     def __init__(self, endpoints: Endpoints, model: Path) -> None:
-        self._inbox: Receiver[GenerateRequest | AbortRequest | FlushCache] = Receiver(
-            endpoints.rank(0), ToScheduler
-        )
+        self._inbox: Receiver[ToScheduler] = Receiver(endpoints.rank(0), ToScheduler)
         self._detokenizer = Sender(endpoints.detokenizer)
         self.tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
 
-    def receive(
-        self, timeout_seconds: float = TIMEOUT_SECONDS
-    ) -> GenerateRequest | AbortRequest | FlushCache:
+    def receive(self, timeout_seconds: float = TIMEOUT_SECONDS) -> ToScheduler:
         """Return the next message. Fails the test if none arrives in time."""
         message = self._inbox.receive(timeout_seconds)
         assert message is not None, "no message reached the scheduler"
@@ -88,7 +85,7 @@ class Rank:
         assert isinstance(message, GenerateRequest), message
         return message
 
-    def poll(self) -> list[GenerateRequest | AbortRequest | FlushCache]:
+    def poll(self) -> list[ToScheduler]:
         """Return the messages that are there or arrive soon."""
         first = self._inbox.receive(0.02)
         return [] if first is None else [first, *self._inbox.drain(10_000)]
@@ -124,6 +121,7 @@ class Rank:
         prompt_logprobs: Sequence[PromptLogprobs] = (),
         flushed: Sequence[Flushed] = (),
         pooled: Sequence[PooledVector] = (),
+        cache_events: CacheEvents | None = None,
     ) -> None:
         """Send the output of one step."""
         uids, tokens, finishes = zip(*rows, strict=True) if rows else ((), (), ())
@@ -139,6 +137,7 @@ class Rank:
                 prompt_logprobs=list(prompt_logprobs),
                 flushed=list(flushed),
                 pooled=list(pooled),
+                cache_events=cache_events,
             )
         )
 
@@ -196,7 +195,7 @@ class Echo(threading.Thread):
             if rows:
                 self._rank.step(rows, stats=StepStats(running=len(rows), decode_tokens=len(rows)))
 
-    def _handle(self, messages: list[GenerateRequest | AbortRequest | FlushCache]) -> None:
+    def _handle(self, messages: list[ToScheduler]) -> None:
         for message in messages:
             if isinstance(message, GenerateRequest):
                 self._rank.start(message)
@@ -206,7 +205,7 @@ class Echo(threading.Thread):
                 self._running[message.uid] = self._rank.prompt_ids(message)
             elif isinstance(message, FlushCache):
                 self._rank.step([], flushed=[Flushed(message.uid, pages=3, running=len(self._running))])
-            elif self._running.pop(message.uid, None) is not None:
+            elif isinstance(message, AbortRequest) and self._running.pop(message.uid, None) is not None:
                 self.aborted.append(message.uid)
                 self._rank.finish(message.uid, message.finish)
 

@@ -1,19 +1,31 @@
-"""Routers for tests, in the test's own event loop, and a client that sees each byte of their responses."""
+"""Routers for tests, in the test's own event loop or as processes, and a client that sees each byte of their responses."""
 
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import httpx
+import uvloop
 from fake_pod import Answer, FakePod, pods
 
 from skiff_router.config import RouterConfig
 from skiff_router.kubernetes_watch import ClusterAccess
 from skiff_router.server import RouterServer
 from skiff_router.upstream import Address
+
+EXIT_SECONDS: Final = 30
+
+
+def run(test: Coroutine[Any, Any, None], timeout_seconds: float = 60) -> None:
+    """Run a test in an event loop of uvloop, as the router's process does."""
+    uvloop.run(asyncio.wait_for(test, timeout_seconds))
 
 
 def make_config(backends: Mapping[str, tuple[Address, ...]], **changes: Any) -> RouterConfig:
@@ -23,12 +35,17 @@ def make_config(backends: Mapping[str, tuple[Address, ...]], **changes: Any) -> 
         "port": 0,
         "backends": dict(backends),
         "kubernetes": False,
-        "namespace": None,
+        "namespaces": (),
         "policy": "round-robin",
         "api_key_file": None,
+        "limits_file": None,
+        "usage_log": None,
         "backend_api_key": "",
         "first_byte_timeout_seconds": 30.0,
         "drain_timeout_seconds": 10.0,
+        "max_waiting_requests": 64,
+        "max_waiting_bytes": 1 << 20,
+        "waiting_timeout_seconds": 30.0,
         "max_request_bytes": 1 << 20,
         "max_connections": 256,
         "log_level": "warning",
@@ -90,3 +107,26 @@ async def router(config: RouterConfig, access: ClusterAccess | None = None) -> A
     finally:
         server.stop()
         await serving
+
+
+@contextlib.contextmanager
+def router_process(*flags: str) -> Iterator[tuple[str, int]]:
+    """Run a router as a process on a free port until the end of the block. Yields its URL and its process id.
+
+    Its log level must be info, for the log says which port it is.
+    """
+    command = [sys.executable, "-m", "skiff_router", "--port=0", *flags]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    try:
+        for line in process.stderr:
+            if match := re.search(r"router_listening host=\S+ port=(\d+)", line):
+                break
+        else:
+            raise AssertionError(f"the router ended with {process.wait()}")
+        # What it writes later is read, so that its log never blocks it.
+        threading.Thread(target=process.stderr.read, daemon=True).start()
+        yield f"http://127.0.0.1:{match[1]}", process.pid
+    finally:
+        process.terminate()
+        process.wait(EXIT_SECONDS)

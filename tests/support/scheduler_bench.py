@@ -12,10 +12,8 @@ from skiff_runtime.config import Config
 from skiff_runtime.kvcache.radix import RadixCache
 from skiff_runtime.messages import (
     NO_TOKEN,
-    AbortRequest,
     CompiledGrammar,
     FinishReason,
-    FlushCache,
     Flushed,
     GenerateRequest,
     RequestFailed,
@@ -201,7 +199,7 @@ class SchedulerBench:
         self.replies = Replies()
         self.stats: list[StepStats] = []
 
-    def put(self, *items: GenerateRequest | AbortRequest | FlushCache) -> None:
+    def put(self, *items: SchedulerInput) -> None:
         """Add messages that arrive before the next turn."""
         self.channel.arriving.extend(items)
 

@@ -635,7 +635,7 @@ def parser() -> argparse.ArgumentParser:
     runner.add_argument("--requests", type=int, default=1_000_000, help="most requests to send")
     runner.add_argument("--seconds", type=float, default=3600, help="longest time to send")
     runner.add_argument(
-        "--max-in-flight", type=int, default=256, help="arrivals beyond are not sent, but reported"
+        "--max-in-flight", type=int, default=512, help="arrivals beyond are not sent, but reported"
     )
     runner.add_argument(
         "--retries", type=int, default=0, help="send through openai's client with this max_retries"

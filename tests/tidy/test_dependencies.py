@@ -21,7 +21,7 @@ EXTRAS = {
 }
 PACKAGES = {
     "skiff_operator": (ROOT / "operator", ("operator",)),
-    "skiff_router": (ROOT / "runtime", ("runtime",)),
+    "skiff_router": (ROOT / "runtime", ("router",)),
     "skiff_runtime": (ROOT / "runtime", ("runtime", "bench", "fast", "tracing", "gpu")),
 }
 REQUIREMENTS = [

@@ -23,6 +23,7 @@ ENTRY_POINTS = {
     "skiff_runtime.__main__",
     "skiff_operator.__main__",
     "skiff_operator.cli.main",
+    "skiff_router.__main__",
     "skiff_runtime.processes.child_process",
 }
 

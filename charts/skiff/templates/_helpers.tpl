@@ -24,6 +24,29 @@ app.kubernetes.io/name: {{ printf "skiff-%s" (.Values.nameOverride | default "op
 app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end }}
 
+{{/* The name of the router's objects. */}}
+{{- define "skiff.routerName" -}}
+{{- $name := include "skiff.validName" (printf "%s-router" (.Values.fullnameOverride | default .Release.Name)) -}}
+{{- if or (eq $name (include "skiff.fullname" .)) (eq .Values.nameOverride "router") }}
+{{- fail "nameOverride: the name router is that of the router's objects; choose another" }}
+{{- end -}}
+{{ $name }}
+{{- end }}
+
+{{- define "skiff.routerClusterName" -}}
+{{ printf "skiff:%s:%s" .Release.Namespace (include "skiff.routerName" .) }}
+{{- end }}
+
+{{- define "skiff.routerSelector" -}}
+app.kubernetes.io/name: skiff-router
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{- define "skiff.routerLabels" -}}
+{{ include "skiff.routerSelector" . }}
+{{ include "skiff.commonLabels" . }}
+{{- end }}
+
 {{- define "skiff.commonLabels" -}}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
@@ -97,7 +120,7 @@ tolerations: {{- toYaml . | nindent 2 }}
   resources: [inferenceservices]
   verbs: [list, watch]
 - apiGroups: [serving.skiff.dev]
-  resources: [inferenceservices/status]
+  resources: [inferenceservices/status, inferenceservices/scale] # scale: autoscaling
   verbs: [patch]
 - apiGroups: [serving.skiff.dev]
   resources: [inferenceservices/finalizers]
@@ -114,6 +137,16 @@ tolerations: {{- toYaml . | nindent 2 }}
 - apiGroups: [policy]
   resources: [poddisruptionbudgets]
   verbs: [get, list, watch, create, patch, delete]
+{{- if has "HPA" .Values.autoscaling.engines }}
+- apiGroups: [autoscaling]
+  resources: [horizontalpodautoscalers]
+  verbs: [get, list, watch, create, patch, delete]
+{{- end }}
+{{- if has "KEDA" .Values.autoscaling.engines }}
+- apiGroups: [keda.sh]
+  resources: [scaledobjects]
+  verbs: [get, list, watch, create, patch, delete]
+{{- end }}
 - apiGroups: [""]
   resources: [pods]
   verbs: [list, watch, patch] # patch: the cost of deletion, before a scale-in
@@ -123,4 +156,18 @@ tolerations: {{- toYaml . | nindent 2 }}
 - apiGroups: [""] # whether a node autoscaler has announced a node for a pod
   resources: [events]
   verbs: [list]
+{{- end }}
+
+{{/* The router's rights in the namespaces that it serves: models and their pods' addresses. */}}
+{{- define "skiff.routerRules" -}}
+- apiGroups: [serving.skiff.dev]
+  resources: [inferenceservices]
+  verbs: [list, watch]
+# The number of pods, to ask for the first one; it reaches nothing else of an InferenceService.
+- apiGroups: [serving.skiff.dev]
+  resources: [inferenceservices/scale]
+  verbs: [patch]
+- apiGroups: [discovery.k8s.io]
+  resources: [endpointslices]
+  verbs: [list, watch]
 {{- end }}

@@ -234,6 +234,10 @@ def _headline(snapshot: Snapshot) -> str:
         device = f"{gpus} {snapshot.gpu_resource}" if gpus else "a CPU"
         count = f"{parsed.spec.replicas} replica{'' if parsed.spec.replicas == 1 else 's'}"
         lines.append(f"  {parsed.spec.model.uri}, {count}, each on {device}")
+        policy, last = parsed.spec.autoscaling, snapshot.status.autoscaling if snapshot.status else None
+        if policy is not None:
+            since = f": {last.desired_replicas} since {last.at}, {last.message}" if last is not None else ""
+            lines.append(f"  autoscaled from {policy.min_replicas} to {policy.max_replicas}{since}")
     return "\n".join(lines)
 
 

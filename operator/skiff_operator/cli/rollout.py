@@ -167,7 +167,7 @@ def _history(connected: Cluster, arguments: argparse.Namespace) -> int:
 
 
 def _undo(connected: Cluster, arguments: argparse.Namespace) -> int:
-    """Write the spec of an earlier revision, with the present replicas and rollout policy."""
+    """Write the spec of an earlier revision, with the present replicas, autoscaling and rollout policy."""
     service = connected.service(arguments.name)
     present = _in_force(connected, service)
     if arguments.to_revision:
@@ -184,7 +184,7 @@ def _undo(connected: Cluster, arguments: argparse.Namespace) -> int:
         return 0
     old: dict[str, Any] = connected.get(CONTROLLER_REVISION, chosen.name)["data"]["spec"]
     spec_now = service["spec"]
-    kept = {each: spec_now[each] for each in ("replicas", "rollout") if each in spec_now}
+    kept = {each: spec_now[each] for each in revisions.NOT_OF_PODS if each in spec_now}
     if "size" in spec_now.get("cache", {}) and "size" in old.get("cache", {}):
         kept["cache"] = spec_now["cache"]  # a claim cannot shrink
     connected.replace_spec(INFERENCE_SERVICE, service, {**old, **kept})

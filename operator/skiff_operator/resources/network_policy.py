@@ -19,13 +19,15 @@ _DEFAULT_PORTS: Final = {"http": 80, "https": 443}
 def build(service: InferenceService, settings: Settings) -> dict[str, Any]:
     """Build the policy. Connections of the kubelet, such as its probes, are allowed by every policy.
 
-    The operator's namespace always reaches the pods, so that the operator can read their load and their start. The
+    The operator's namespace always reaches the pods, so that the operator can read their load and their start, and the
+    router can send requests. The
     metrics are on the API's port, so peers that scrape can reach the API, too; API keys keep them out of it.
     """
     policy = service.spec.network_policy
     assert policy is not None, "the policy is built only where the spec has one"
     operator = {"namespaceSelector": {"matchLabels": {_NAMESPACE_NAME: settings.lease_namespace}}}
-    sources = (_NAMESPACE,) if policy.sources is None else policy.sources
+    default = () if settings.router_exclusive else (_NAMESPACE,)
+    sources = default if policy.sources is None else policy.sources
     port = {"port": contract.API_PORT_NAME, "protocol": "TCP"}
     downloads = (
         [{"ports": [_tcp(port) for port in _download_ports(service)]}] if service.source.is_fetched else []

@@ -9,6 +9,7 @@ from skiff_runtime import contract
 from skiff_runtime.api.dispatch.dispatcher import Dispatcher
 from skiff_runtime.api.dispatch.rpc import RpcClient
 from skiff_runtime.api.dispatch.service_status import ServiceStatus
+from skiff_runtime.api.dispatch.state_stream import StateStream
 from skiff_runtime.api.formats.chat_completions import prepare_chat
 from skiff_runtime.api.formats.completions import prepare_completion
 from skiff_runtime.api.formats.embeddings import prepare_embeddings
@@ -25,6 +26,7 @@ from skiff_runtime.api.http.middleware import (
 )
 from skiff_runtime.api.http.request_body import BodyReader
 from skiff_runtime.api.routes.admin import make_admin_routes
+from skiff_runtime.api.routes.events import EventsEndpoint, make_event_routes
 from skiff_runtime.api.routes.exception_handlers import add_exception_handlers
 from skiff_runtime.api.routes.generation_endpoint import (
     GenerationEndpoint,
@@ -65,6 +67,7 @@ def build_app(
     *,
     rpc: RpcClient,
     metrics: Metrics,
+    events: StateStream,
     access: AccessPolicy,
 ) -> AccessMiddleware:
     """Return the application behind its middleware, which passes generation requests directly to their endpoints."""
@@ -84,7 +87,14 @@ def build_app(
     ]
     generation_endpoints = {
         path: GenerationEndpoint(
-            name, prepare, model=model, dispatcher=dispatcher, metrics=metrics, body=body, settings=settings
+            name,
+            prepare,
+            model=model,
+            dispatcher=dispatcher,
+            metrics=metrics,
+            body=body,
+            settings=settings,
+            events=events,
         )
         for path, name, prepare in endpoints
     }
@@ -114,10 +124,12 @@ def build_app(
     app.include_router(make_admin_routes(dispatcher, rpc), **writes)
     app.include_router(make_server_info_routes(launch, model, status), **reads)
     app.include_router(make_probe_routes(status, dispatcher, metrics))
+    app.include_router(make_event_routes())
     app.include_router(make_home_page_routes())
     return AccessMiddleware(
         ResponseHeadersMiddleware(OpenApiMiddleware(app)),
         posts=generation_endpoints,
+        gets={contract.PATH_EVENTS: EventsEndpoint(events)},
         access=access,
         on_rejected=metrics.record_rejection,
     )

@@ -12,6 +12,7 @@ from skiff_runtime.api.app import build_app
 from skiff_runtime.api.dispatch.dispatcher import Dispatcher
 from skiff_runtime.api.dispatch.rpc import RpcClient
 from skiff_runtime.api.dispatch.service_status import ServiceState, ServiceStatus
+from skiff_runtime.api.dispatch.state_stream import StateStream
 from skiff_runtime.api.dispatch.tracing import RequestTracer
 from skiff_runtime.api.http.auth import AccessPolicy
 from skiff_runtime.api.http.http_server import HttpServer, make_http_server
@@ -89,6 +90,13 @@ class ApiServer:
             on_end=None if self._tracer is None else self._tracer.record,
         )
         self._rpc = RpcClient(tokenizers, self._status)
+        self._events = StateStream(
+            config,
+            self._status,
+            tokenizers,
+            in_flight=lambda: len(self._dispatcher),
+            prompt_bytes=self._dispatcher.prompt_bytes,
+        )
         self._inbox: Receiver[ApiMessage] = Receiver(child.endpoints.api, ToApi)
         self._access = AccessPolicy.from_config(config)
         self._http = self._make_http()
@@ -102,6 +110,7 @@ class ApiServer:
             self._dispatcher,
             rpc=self._rpc,
             metrics=self._metrics,
+            events=self._events,
             access=self._access,
         )
         return make_http_server(
@@ -177,7 +186,10 @@ class ApiServer:
     def _handle(self, message: ApiMessage) -> None:
         match message:
             case TextBatch():
+                if self._events.watches_prompts:
+                    self._events.record_opened(message.opened)
                 self._dispatcher.deliver(message)
+                self._events.record_batch(message)
                 for flushed in message.flushed:
                     self._rpc.resolve(flushed)
             case RequestFailed():
@@ -192,6 +204,7 @@ class ApiServer:
             case ServiceReady():
                 self._metrics.record_kv_capacity(message.kv_tokens, self._child.launch.config.page_size)
                 self._status.mark_ready(message.kv_tokens)
+                self._events.flush_now()
                 self._child.report_serving()
             case Drain():
                 self._begin_drain(message.timeout_seconds)
@@ -200,6 +213,7 @@ class ApiServer:
 
     def _begin_drain(self, timeout_seconds: float) -> None:
         if self._status.mark_draining():
+            self._events.flush_now()
             log.event("drain_started", in_flight=len(self._dispatcher), timeout_seconds=timeout_seconds)
             self._ending = asyncio.get_running_loop().create_task(self._drain(timeout_seconds))
 
@@ -223,16 +237,19 @@ class ApiServer:
             )
         log.event("drain_finished", seconds=round(loop.time() - began, 3))
         await asyncio.sleep(began + DRAIN_LINGER_SECONDS - loop.time())
+        self._events.close()
         self._http.should_exit = True
 
     def _begin_failure(self, message: str) -> None:
         if self._status.mark_failed():
+            self._events.flush_now()
             self._dispatcher.fail_all(InternalError(message))
             self._rpc.fail_all(InternalError(message))
             self._ending = asyncio.get_running_loop().create_task(self._end_failed())
 
     async def _end_failed(self) -> None:
         await asyncio.sleep(FAILURE_LINGER_SECONDS)
+        self._events.close()
         self._http.config.timeout_graceful_shutdown = FAILURE_CLOSE_SECONDS
         self._http.should_exit = True
 

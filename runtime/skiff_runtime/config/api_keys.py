@@ -64,18 +64,18 @@ class KeyRing:
     """SHA-256 digests of the keys that are accepted for one purpose."""
 
     def __init__(self, keys: Iterable[str]) -> None:
-        self._digests = [_digest(key.encode()) for key in keys]
+        self._digests = [hash_key(key.encode()) for key in keys]
 
     def replace(self, keys: Iterable[str]) -> None:
         """Accept these keys from now on, and no others."""
-        self._digests = [_digest(key.encode()) for key in keys]
+        self._digests = [hash_key(key.encode()) for key in keys]
 
     def __bool__(self) -> bool:
         return bool(self._digests)
 
     def find(self, key: bytes) -> bytes | None:
         """Return the digest of ``key`` if the ring contains it, else None."""
-        given = _digest(key)
+        given = hash_key(key)
         found = False
         # Compares with every key, even after a match, so that the time reveals neither a match nor its position.
         for digest in self._digests:
@@ -83,5 +83,6 @@ class KeyRing:
         return given if found else None
 
 
-def _digest(key: bytes) -> bytes:
+def hash_key(key: bytes) -> bytes:
+    """Return the SHA-256 digest of a key, by which it is known after its check."""
     return hashlib.sha256(key).digest()

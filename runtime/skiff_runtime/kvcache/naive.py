@@ -1,7 +1,9 @@
 """The prefix cache that caches nothing (``--disable-radix-cache``): every request computes its whole prompt."""
 
+from collections.abc import Sequence
 from typing import Final
 
+from skiff_runtime.kvcache.cache_events import CacheEventLog
 from skiff_runtime.kvcache.prefix_cache import (
     NO_PAGES,
     InsertResult,
@@ -10,6 +12,7 @@ from skiff_runtime.kvcache.prefix_cache import (
     PrefixHandle,
     PrefixMatch,
 )
+from skiff_runtime.messages import CacheEvents
 
 
 class NaiveCache(PrefixCache):
@@ -18,6 +21,7 @@ class NaiveCache(PrefixCache):
     def __init__(self, page_size: int) -> None:
         super().__init__(page_size)
         self._empty_prefix: Final = PrefixHandle(0)
+        self._events = CacheEventLog()
 
     def match(self, tokens: Int32, *, salt: bytes = b"") -> PrefixMatch:
         return PrefixMatch(self._empty_prefix, NO_PAGES)
@@ -39,6 +43,21 @@ class NaiveCache(PrefixCache):
 
     def invalidate(self, handle: PrefixHandle) -> Int32:
         return NO_PAGES
+
+    def note_prompt_blocks(self, handle: PrefixHandle, blocks: Sequence[tuple[int, int]]) -> None:
+        """Do nothing: no page is cached."""
+
+    def watch(self, *, prompts: bool, blocks: bool) -> None:
+        """Begin with a snapshot, which is empty, as is everything after it."""
+        if prompts or blocks:
+            self._events.begin_snapshot()
+
+    @property
+    def has_pending_events(self) -> bool:
+        return not self._events.is_empty
+
+    def take_events(self) -> CacheEvents | None:
+        return self._events.take()
 
     def check(self) -> Int32:
         return NO_PAGES

@@ -6,10 +6,13 @@ valid only until the next call that changes the cache.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+
+from skiff_runtime.messages import CacheEvents
 
 Int32 = NDArray[np.int32]
 NO_PAGES: Int32 = np.empty(0, np.int32)
@@ -62,6 +65,8 @@ class PrefixCache(ABC):
         """Cached pages that are not locked."""
         self.version = 0
         """Increases whenever pages enter or leave the cache; ``count_cached_pages`` is constant between."""
+        self.is_watched = False
+        """``watch`` asked for some changes."""
 
     @abstractmethod
     def match(self, tokens: Int32, *, salt: bytes = b"") -> PrefixMatch:
@@ -97,6 +102,23 @@ class PrefixCache(ABC):
 
         For prefixes whose pages may hold NaN, which would spread to every sequence that reads them.
         """
+
+    @abstractmethod
+    def note_prompt_blocks(self, handle: PrefixHandle, blocks: Sequence[tuple[int, int]]) -> None:
+        """Note which pages of a prefix are the last of a prompt block: pairs of (page, hash), in ascending order."""
+
+    @abstractmethod
+    def watch(self, *, prompts: bool, blocks: bool) -> None:
+        """Record changes of prompt blocks and of KV blocks, after a snapshot of those that are cached now."""
+
+    @property
+    @abstractmethod
+    def has_pending_events(self) -> bool:
+        """Return whether ``take_events`` would return anything."""
+
+    @abstractmethod
+    def take_events(self) -> CacheEvents | None:
+        """Return what was recorded since the last call; a part of the snapshot if that is long."""
 
     @abstractmethod
     def check(self) -> Int32:

@@ -8,12 +8,19 @@ Invariants, which ``check`` asserts: a node is locked at least as often as its c
 ancestors of a locked node are locked too; an unlocked parent was used no earlier than its children; every evictable
 leaf has an entry in the eviction heap. A lookup costs one dictionary access a node and one comparison of
 its tokens; an eviction costs O(log nodes) and never walks the tree.
+
+For routers, nodes know the prompt blocks that end in their pages, and while KV blocks are watched the hashes of their
+pages. A node has hashes only if its ancestors have.
 """
 
 import heapq
+from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 
+from skiff_runtime.kvcache.block_hash import hash_blocks
+from skiff_runtime.kvcache.cache_events import CacheEventLog
 from skiff_runtime.kvcache.prefix_cache import (
     NO_PAGES,
     InsertResult,
@@ -22,6 +29,10 @@ from skiff_runtime.kvcache.prefix_cache import (
     PrefixHandle,
     PrefixMatch,
 )
+from skiff_runtime.messages import CacheEvents
+
+MAX_SNAPSHOT_PAGES: Final = 2048
+"""Pages that are hashed between two steps for a snapshot: about 3 ms of a CPU."""
 
 
 class RadixNode(PrefixHandle):
@@ -30,7 +41,19 @@ class RadixNode(PrefixHandle):
     A split keeps this object as the lower part, so handles keep their meaning.
     """
 
-    __slots__ = ("children", "in_heap", "key", "last_used", "locks", "pages", "parent", "serial", "tokens")
+    __slots__ = (
+        "block_hashes",
+        "children",
+        "in_heap",
+        "key",
+        "last_used",
+        "locks",
+        "pages",
+        "parent",
+        "prompt_blocks",
+        "serial",
+        "tokens",
+    )
 
     def __init__(
         self,
@@ -58,6 +81,10 @@ class RadixNode(PrefixHandle):
         """Order of creation, which breaks ties of ``last_used``."""
         self.in_heap = False
         """The eviction heap has an entry for this node."""
+        self.prompt_blocks: list[tuple[int, int]] = []
+        """Pairs (page, hash): a prompt block ends in this page, counted from the root."""
+        self.block_hashes: list[int] | None = None
+        """Hashes of the pages as KV blocks, or None while they are not known."""
 
     @classmethod
     def root(cls) -> "RadixNode":
@@ -108,6 +135,11 @@ class RadixCache(PrefixCache):
         self._heap = EvictionHeap()
         self._clock = 0
         self._serial = 0
+        self._events = CacheEventLog()
+        self._watches_prompts = False
+        self._watches_blocks = False
+        self._noted: set[int] = set()  # the prompt blocks of all nodes
+        self._unhashed: list[RadixNode] = []  # nodes from which the snapshot of KV blocks goes on
 
     def match(self, tokens: Int32, *, salt: bytes = b"") -> PrefixMatch:
         node, runs = self._descend(self._root, tokens, salt)
@@ -180,16 +212,104 @@ class RadixCache(PrefixCache):
                 runs += self._detach(node)
         return self._give_up(runs)
 
+    def note_prompt_blocks(self, handle: PrefixHandle, blocks: Sequence[tuple[int, int]]) -> None:
+        node = _as_node(handle)
+        for page, block in reversed(blocks):
+            assert page < node.depth
+            while page < node.depth - len(node.pages):
+                assert node.parent is not None
+                node = node.parent
+            # Texts of other tokens, or of other lengths, may put a block into another page, too: the first one counts.
+            if block not in self._noted:
+                self._noted.add(block)
+                node.prompt_blocks.append((page, block))
+                if self._watches_prompts:
+                    self._events.record_prompt(block, stored=True)
+
+    def watch(self, *, prompts: bool, blocks: bool) -> None:
+        self._watches_prompts, self._watches_blocks = prompts, blocks
+        self.is_watched = prompts or blocks
+        self._events.begin_snapshot()
+        self._unhashed = list(self._root.children.values()) if blocks else []
+        if prompts:
+            for block in sorted(self._noted):
+                self._events.record_prompt(block, stored=True)
+        if not (prompts or blocks):
+            self._events.take()
+        if blocks:
+            self._forget_hashes()
+
+    @property
+    def has_pending_events(self) -> bool:
+        return not self._events.is_empty or bool(self._unhashed)
+
+    def take_events(self) -> CacheEvents | None:
+        left = MAX_SNAPSHOT_PAGES
+        while self._unhashed and left > 0:
+            left -= self._hash_next()
+        return self._events.take()
+
+    def _forget_hashes(self) -> None:
+        """Drop all hashes: those of nodes that were added while nobody watched are missing."""
+        stack = list(self._root.children.values())
+        while stack:
+            node = stack.pop()
+            node.block_hashes = None
+            stack.extend(node.children.values())
+
+    def _hash_next(self) -> int:
+        """Hash the next node of the snapshot of KV blocks; return the number of its pages."""
+        node = self._unhashed.pop()
+        if node.parent is None or node.parent.children.get(node.key) is not node:
+            return 0  # removed meanwhile
+        if node.block_hashes is not None:
+            return 0  # reached by another way
+        if node.parent is not self._root and node.parent.block_hashes is None:
+            # A split put a node above it.
+            self._unhashed += [node, node.parent]
+            return 0
+        self._hash(node)
+        self._unhashed.extend(node.children.values())
+        return len(node.pages)
+
+    def _hash(self, node: RadixNode) -> None:
+        """Hash the pages of a node whose ancestors have hashes, and record them as stored."""
+        parent = node.parent
+        assert parent is not None
+        salt = node.key[: -self.page_size * node.tokens.itemsize] if parent is self._root else b""
+        before = parent.block_hashes[-1] if parent.block_hashes else None
+        node.block_hashes = hash_blocks(node.tokens, self.page_size, parent=before, salt=salt)
+        self._events.record_stored(node.block_hashes, before)
+
+    def _forget(self, node: RadixNode, depth: int) -> None:
+        """Record that the pages of a node behind the first ``depth`` of its prefix are removed."""
+        for page, block in node.prompt_blocks:
+            if page >= depth:
+                self._noted.remove(block)
+                if self._watches_prompts:
+                    self._events.record_prompt(block, stored=False)
+        node.prompt_blocks = [each for each in node.prompt_blocks if each[0] < depth]
+        if node.block_hashes is not None:
+            left = max(0, depth - (node.depth - len(node.pages)))
+            if self._watches_blocks:
+                self._events.record_removed(node.block_hashes[left:])
+            node.block_hashes = node.block_hashes[:left]
+
     def check(self) -> Int32:
         runs: list[Int32] = []
         evictable = 0
+        noted: list[int] = []
         stack = [self._root]
         while stack:
             node = stack.pop()
             self._check_node(node)
             runs.append(node.pages)
+            noted += [block for _, block in node.prompt_blocks]
             evictable += 0 if node.locks else len(node.pages)
             stack.extend(node.children.values())
+        assert len(noted) == len(self._noted) and set(noted) == self._noted, (
+            "prompt blocks are counted wrongly"
+        )
         pages = np.concatenate(runs)
         assert len(pages) == self.cached_pages, f"{len(pages)} pages cached, {self.cached_pages} counted"
         assert evictable == self.evictable_pages, f"{evictable} evictable, {self.evictable_pages} counted"
@@ -199,7 +319,11 @@ class RadixCache(PrefixCache):
         assert len(node.tokens) == len(node.pages) * self.page_size
         assert node.in_heap or not node.is_evictable, "an evictable leaf that eviction would not find"
         assert node.locks >= sum(child.locks for child in node.children.values())
+        first = node.depth - len(node.pages)
+        assert all(first <= page < node.depth for page, _ in node.prompt_blocks)
+        assert node.block_hashes is None or len(node.block_hashes) == len(node.pages)
         for key, child in node.children.items():
+            assert child.block_hashes is None or node is self._root or node.block_hashes is not None
             assert child.parent is node and child.key == key and len(child.pages)
             assert key.endswith(child.tokens[: self.page_size].tobytes())
             assert child.depth == node.depth + len(child.pages)
@@ -249,6 +373,11 @@ class RadixCache(PrefixCache):
         lower.parent = upper
         lower.tokens, lower.pages = lower.tokens[edge:], lower.pages[count:]
         lower.key = lower.tokens[: self.page_size].tobytes()
+        if lower.prompt_blocks:
+            upper.prompt_blocks = [each for each in lower.prompt_blocks if each[0] < upper.depth]
+            lower.prompt_blocks = [each for each in lower.prompt_blocks if each[0] >= upper.depth]
+        if lower.block_hashes is not None:
+            upper.block_hashes, lower.block_hashes = lower.block_hashes[:count], lower.block_hashes[count:]
         upper.children[lower.key] = lower
         return upper
 
@@ -264,6 +393,8 @@ class RadixCache(PrefixCache):
         self.cached_pages += len(leaf.pages)
         self.evictable_pages += len(leaf.pages)
         self._push_if_evictable(leaf)
+        if self._watches_blocks and (node is self._root or node.block_hashes is not None):
+            self._hash(leaf)
         return leaf
 
     def _make_node(self, parent: RadixNode, key: bytes, tokens: Int32, pages: Int32) -> RadixNode:
@@ -276,6 +407,8 @@ class RadixCache(PrefixCache):
         """Remove the last ``count`` pages of a leaf, and the leaf itself with its last page."""
         parent = leaf.parent
         assert parent is not None
+        if leaf.prompt_blocks or leaf.block_hashes is not None:
+            self._forget(leaf, leaf.depth - count)
         if count < len(leaf.pages):
             leaf.pages, leaf.depth = leaf.pages[:-count], leaf.depth - count
             leaf.tokens = leaf.tokens[: len(leaf.pages) * self.page_size]
@@ -294,6 +427,7 @@ class RadixCache(PrefixCache):
             node = stack.pop()
             runs.append(node.pages)
             stack.extend(node.children.values())
+            self._forget(node, 0)
             node.parent = None  # no longer evictable: the heap may still have an entry for it
             node.children = {}
         return runs

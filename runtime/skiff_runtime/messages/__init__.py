@@ -9,6 +9,7 @@ The route of a request: ``TokenizeRequest`` (api -> tokenizer) -> ``GenerateRequ
 (detokenizer -> api). An ``AbortRequest`` takes the same route as its request, so it never overtakes it.
 """
 
+from skiff_runtime.messages.cache_events import CacheEvents, KVBlocksRemoved, KVBlocksStored, WatchCache
 from skiff_runtime.messages.encoding import MAX_MESSAGE_BYTES, NO_TOKEN, FinishReason, Wire, decoder, encode
 from skiff_runtime.messages.lifecycle import (
     Drain,
@@ -68,6 +69,7 @@ __all__ = [
     "MAX_MESSAGE_BYTES",
     "NO_TOKEN",
     "AbortRequest",
+    "CacheEvents",
     "ChatPrompt",
     "CompiledGrammar",
     "DecodeRequest",
@@ -82,6 +84,8 @@ __all__ = [
     "Grammar",
     "GrammarKind",
     "Heartbeat",
+    "KVBlocksRemoved",
+    "KVBlocksStored",
     "PhaseReport",
     "PooledVector",
     "PoolingKind",
@@ -116,6 +120,7 @@ __all__ = [
     "TokenText",
     "TokenizeRequest",
     "Usage",
+    "WatchCache",
     "Wire",
     "decoder",
     "encode",

@@ -7,6 +7,7 @@ from msgspec import Struct
 from skiff_runtime.messages.encoding import FinishReason
 from skiff_runtime.messages.pooling import PoolingSpec
 from skiff_runtime.messages.sampling_spec import CompiledGrammar, Grammar, SamplingSpec
+from skiff_runtime.prompt_blocks import PromptBlocks
 
 
 class TextOptions(Struct, frozen=True, array_like=True):
@@ -56,6 +57,7 @@ class TokenizeRequest(Struct, frozen=True, tag="tokenize", array_like=True):
     ``sampling.max_tokens`` 0: as many tokens as context and KV cache leave. ``copies``: the number of
     requests to make of it, with consecutive uids and seeds from the given ones. A lower ``priority`` runs
     earlier. Requests share cached prefixes only under the same ``cache_salt``. With ``pooling`` nothing is generated.
+    ``prompt_blocks``: those of its prompt, while a router watches; they are reported once they are cached.
     """
 
     uid: int
@@ -68,6 +70,7 @@ class TokenizeRequest(Struct, frozen=True, tag="tokenize", array_like=True):
     cache_salt: bytes = b""
     options: PromptOptions = PromptOptions()
     pooling: PoolingSpec | None = None
+    prompt_blocks: PromptBlocks | None = None
 
 
 class EncodeRequest(Struct, frozen=True, tag="encode", array_like=True):
@@ -92,7 +95,7 @@ class DecodeRequest(Struct, frozen=True, tag="decode", array_like=True):
 class GenerateRequest(Struct, frozen=True, tag="generate", array_like=True):
     """tokenizer -> rank 0: generate, or with ``pooling`` compute a vector.
 
-    ``token_ids``: bytes of ``Wire.TOKEN``, at least one; ``max_tokens`` 0 as above.
+    ``token_ids``: bytes of ``Wire.TOKEN``, at least one; ``max_tokens`` 0 and ``prompt_blocks`` as above.
     """
 
     uid: int
@@ -103,6 +106,7 @@ class GenerateRequest(Struct, frozen=True, tag="generate", array_like=True):
     grammar: CompiledGrammar | None = None
     cache_salt: bytes = b""
     pooling: PoolingSpec | None = None
+    prompt_blocks: PromptBlocks | None = None
 
 
 class AbortRequest(Struct, frozen=True, tag="abort", array_like=True):

@@ -1,5 +1,6 @@
 """The messages that each process receives."""
 
+from skiff_runtime.messages.cache_events import WatchCache
 from skiff_runtime.messages.lifecycle import (
     Drain,
     Heartbeat,
@@ -23,8 +24,8 @@ from skiff_runtime.messages.requests import (
 from skiff_runtime.messages.text_batch import Decoded, Encoded, TextBatch
 from skiff_runtime.messages.token_batch import RequestFailed, TokenBatch
 
-ToTokenizer = TokenizeRequest | EncodeRequest | DecodeRequest | AbortRequest | FlushCache
-ToScheduler = GenerateRequest | AbortRequest | FlushCache
+ToTokenizer = TokenizeRequest | EncodeRequest | DecodeRequest | AbortRequest | FlushCache | WatchCache
+ToScheduler = GenerateRequest | AbortRequest | FlushCache | WatchCache
 ToLeader = ToScheduler | ProfileSteps
 """Rank 0 handles a profile itself; the scheduler does not see it."""
 ToDetokenizer = TokenBatch

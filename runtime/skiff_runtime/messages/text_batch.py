@@ -2,6 +2,7 @@
 
 from msgspec import Struct
 
+from skiff_runtime.messages.cache_events import CacheEvents
 from skiff_runtime.messages.pooling import PooledVector
 from skiff_runtime.messages.token_batch import Flushed, RequestFailed, StepStats, StreamOpened
 
@@ -76,3 +77,4 @@ class TextBatch(Struct, frozen=True, tag="text", array_like=True):
     flushed: list[Flushed] = []
     opened: list[StreamOpened] = []
     pooled: list[PooledVector] = []
+    cache_events: CacheEvents | None = None

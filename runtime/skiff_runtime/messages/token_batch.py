@@ -3,6 +3,7 @@
 from msgspec import Struct
 
 from skiff_runtime.errors import RequestError
+from skiff_runtime.messages.cache_events import CacheEvents
 from skiff_runtime.messages.pooling import PooledVector
 from skiff_runtime.messages.requests import TextOptions
 
@@ -55,7 +56,9 @@ class StepStats(Struct, frozen=True, array_like=True):
     ``decode_tokens``. ``lookup_tokens``: prompt tokens of the requests that it runs for the first time, of
     which ``hit_tokens`` were cached; ``queue_seconds``: the time that each of these requests waited.
     ``preempted``: requests preempted for this step. ``corrupted``: requests that failed because their logits
-    contained NaN. ``graphs_pending``: CUDA graphs that are not captured yet.
+    contained NaN. ``graphs_pending``: CUDA graphs that are not captured yet. ``queued_uncached_tokens``: those of
+    ``queued_tokens`` that were not cached; ``prefill_tokens_left``: prompt tokens of running requests that no step has
+    computed yet, both for routers.
     """
 
     queued: int = 0
@@ -76,6 +79,8 @@ class StepStats(Struct, frozen=True, array_like=True):
     queue_seconds: list[float] = []
     corrupted: int = 0
     graphs_pending: int = 0
+    queued_uncached_tokens: int = 0
+    prefill_tokens_left: int = 0
 
 
 class TokenLogprobs(Struct, frozen=True, array_like=True):
@@ -122,3 +127,4 @@ class TokenBatch(Struct, frozen=True, tag="tokens", array_like=True):
     prompt_logprobs: list[PromptLogprobs] = []
     flushed: list[Flushed] = []
     pooled: list[PooledVector] = []
+    cache_events: CacheEvents | None = None

@@ -58,11 +58,14 @@ class ActiveRequests:
             arrivals_per_level=self._arrivals_per_level,
         )
         try:
-            request = make_request(message, queue_key=queue_key, limits=self._limits)
+            request = make_request(
+                message, queue_key=queue_key, limits=self._limits, page_size=self._kv_cache.page_size
+            )
             self._check_queued_tokens(request)
         except RequestError as error:
             self._replies.add_failure(RequestFailed.of(message.uid, error))
             return
+        request.uncached_tokens = self._kv_cache.estimate_uncached_tokens(request)
         self._by_uid[request.uid] = request
         self._queue.push(request)
 

@@ -4,6 +4,7 @@ In a request's row of the page table, the prefix cache owns the columns below ``
 has locked them), and the request owns the columns above.
 """
 
+from bisect import bisect_left
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -62,6 +63,13 @@ class KVCacheManager:
         match = self._cache.match(request.cacheable_tokens, salt=request.salt)
         self._cache.lock(match.handle)
         return match
+
+    def estimate_uncached_tokens(self, request: Request) -> int:
+        """Return how many tokens of a request are to be computed; all of them if nobody watches the cache."""
+        if not self._cache.is_watched:
+            return len(request.tokens)
+        cached = self._cache.count_cached_pages(request.cacheable_tokens, salt=request.salt)
+        return len(request.tokens) - cached * self._cache.page_size
 
     def release_match(self, match: PrefixMatch) -> None:
         """Undo ``match_prefix`` for a request that has to wait."""
@@ -140,4 +148,14 @@ class KVCacheManager:
         self._cache.lock(inserted.handle)
         self._cache.unlock(before)
         request.handle = inserted.handle
+        if request.num_noted_blocks < len(request.prompt_blocks):
+            self._note_prompt_blocks(request, whole)
         return inserted.columns, inserted.pages
+
+    def _note_prompt_blocks(self, request: Request, cached_pages: int) -> None:
+        """Note the prompt blocks that end in the first ``cached_pages`` pages of a request, all of them cached."""
+        assert request.handle is not None
+        first, blocks = request.num_noted_blocks, request.prompt_blocks
+        end = bisect_left(blocks, cached_pages, lo=first, key=lambda each: each[0])
+        self._cache.note_prompt_blocks(request.handle, blocks[first:end])
+        request.num_noted_blocks = end

@@ -1,6 +1,7 @@
 """A request as the scheduler knows it, from its arrival to its end."""
 
 from dataclasses import dataclass, field
+from math import ceil
 from time import perf_counter
 from typing import Final
 
@@ -18,6 +19,7 @@ from skiff_runtime.messages import (
     TextOptions,
     Wire,
 )
+from skiff_runtime.prompt_blocks import PROMPT_BLOCK_BYTES, PromptBlocks
 
 NO_SLOT: Final = -1
 NEVER_LOOKED_UP: Final = -1
@@ -55,6 +57,12 @@ class Request:
     """The client has been sent a ``StreamOpened``, which a request gets once, however often it is preempted."""
     cached_tokens: int = 0
     """Prompt tokens that were cached when it first ran."""
+    uncached_tokens: int = 0
+    """Tokens that it has to compute, as estimated when it entered the queue. For routers only."""
+    prompt_blocks: tuple[tuple[int, int], ...] = ()
+    """Pairs (page, hash) of its prompt blocks: a block is cached when this page and all before it are. Ascending."""
+    num_noted_blocks: int = 0
+    """Of these, the leading ones that the prefix cache knows."""
     num_prompt_logprobs_sent: int = 0
     """Tokens of its prompt whose log-probabilities were sent, where they are requested."""
     has_nan: bool = False
@@ -96,6 +104,7 @@ class Request:
         """Keep the ``tokens`` known so far, and look up its cached prefix anew."""
         self.tokens = tokens
         self.cache_version = NEVER_LOOKED_UP
+        self.num_noted_blocks = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +130,9 @@ def make_queue_key(*, arrival: int, priority: int, arrivals_per_level: int) -> Q
     return arrival + priority * arrivals_per_level, arrival
 
 
-def make_request(message: GenerateRequest, *, queue_key: QueueKey, limits: RequestLimits) -> Request:
+def make_request(
+    message: GenerateRequest, *, queue_key: QueueKey, limits: RequestLimits, page_size: int
+) -> Request:
     """Make a ``Request`` of a message. Raises ``RequestError`` if it could never run to its end.
 
     ``max_tokens`` 0 becomes all that the context and the KV cache leave, which only this process knows; so does a larger
@@ -143,6 +154,7 @@ def make_request(message: GenerateRequest, *, queue_key: QueueKey, limits: Reque
         uid=message.uid,
         queue_key=queue_key,
         tokens=tokens,
+        uncached_tokens=len(tokens),
         prompt_tokens=len(tokens),
         sampling=replace(message.sampling, max_tokens=output),
         text=message.text,
@@ -150,7 +162,23 @@ def make_request(message: GenerateRequest, *, queue_key: QueueKey, limits: Reque
         pooling=message.pooling,
         priority=message.priority,
         salt=message.cache_salt,
+        prompt_blocks=place_prompt_blocks(message.prompt_blocks, len(tokens), page_size),
     )
+
+
+def place_prompt_blocks(
+    blocks: PromptBlocks | None, prompt_tokens: int, page_size: int
+) -> tuple[tuple[int, int], ...]:
+    """Return (page, hash) of each prompt block: the page in which its last byte is expected.
+
+    Tokens are assumed to be equally long over the prompt, so this may be off by the spread of their lengths.
+    """
+    if blocks is None or not blocks.hashes:
+        return ()
+    hashes = blocks.names()
+    per_block = prompt_tokens * PROMPT_BLOCK_BYTES / blocks.text_bytes
+    ends = (min(prompt_tokens, ceil(per_block * number)) for number in range(1, len(hashes) + 1))
+    return tuple((max(0, end - 1) // page_size, block) for end, block in zip(ends, hashes, strict=True))
 
 
 def _check_length(prompt: int, output: int, limits: RequestLimits) -> None:

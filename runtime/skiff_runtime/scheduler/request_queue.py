@@ -16,6 +16,8 @@ class RequestQueue:
         self._waiting: list[tuple[QueueKey, Request]] = []
         self.tokens = 0
         """Prompt tokens of all waiting requests."""
+        self.uncached_tokens = 0
+        """Of these, those that the prefix cache did not hold when their request entered the queue."""
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -24,6 +26,7 @@ class RequestQueue:
         """Insert a request by its key: a preempted one returns to its old position."""
         insort(self._waiting, (request.queue_key, request))
         self.tokens += request.prompt_tokens
+        self.uncached_tokens += request.uncached_tokens
 
     def first(self, count: int) -> list[Request]:
         """Return the first ``count`` requests, or all of them if there are fewer."""
@@ -35,3 +38,4 @@ class RequestQueue:
         assert self._waiting[index][1] is request
         del self._waiting[index]
         self.tokens -= request.prompt_tokens
+        self.uncached_tokens -= request.uncached_tokens

@@ -14,8 +14,9 @@ import numpy as np
 from skiff_runtime.config import Config
 from skiff_runtime.kvcache.naive import NaiveCache
 from skiff_runtime.kvcache.page_pool import PagePool
+from skiff_runtime.kvcache.prefix_cache import PrefixCache
 from skiff_runtime.kvcache.radix import RadixCache
-from skiff_runtime.messages import AbortRequest, FlushCache, Flushed, GenerateRequest
+from skiff_runtime.messages import AbortRequest, FlushCache, Flushed, GenerateRequest, WatchCache
 from skiff_runtime.scheduler.active_requests import ActiveRequests
 from skiff_runtime.scheduler.capture_schedule import CaptureSchedule
 from skiff_runtime.scheduler.channel import Channel, SchedulerInput
@@ -63,7 +64,8 @@ class Scheduler:
         self._channel = channel
         self._overlap = not config.disable_overlap_schedule
         self._checks_when_idle = config.log_level == "debug"
-        cache = (NaiveCache if config.disable_radix_cache else RadixCache)(config.page_size)
+        self._cache: PrefixCache
+        self._cache = cache = (NaiveCache if config.disable_radix_cache else RadixCache)(config.page_size)
         self._pool = pool = PagePool(num_pages, cache)
         self._slots = slots = Slots(
             count=config.running_limit,
@@ -114,7 +116,7 @@ class Scheduler:
         if idle and self._checks_when_idle and self._needs_check:
             self.check()
             self._needs_check = False
-        wait = idle and not self._captures.num_pending
+        wait = idle and not (self._captures.num_pending or self._cache.has_pending_events)
         for item in self._channel.receive(wait=wait, checksum=self.checksum):
             self._take(item)
         self._requests.free_ended()
@@ -122,8 +124,8 @@ class Scheduler:
             self._retire_until(0)  # its end may free pages; a plan that preempts must find nothing in flight
         launched = not self._should_stop and self._launch()
         self._retire_until(1 if launched and self._overlap else 0)
-        if not self._replies.is_empty:
-            self._channel.send(self._replies.take(self._stats.record_idle()))
+        if not self._replies.is_empty or self._cache.has_pending_events:
+            self._channel.send(self._replies.take(self._stats.record_idle(), self._cache.take_events()))
         return not self._should_stop
 
     def check(self) -> None:
@@ -139,6 +141,8 @@ class Scheduler:
             self._requests.abort(item)
         elif isinstance(item, FlushCache):
             self._flush(item.uid)
+        elif isinstance(item, WatchCache):
+            self._cache.watch(prompts=item.prompts, blocks=item.blocks)
         else:
             self._should_stop = True
 
@@ -181,5 +185,8 @@ class Scheduler:
         for pages in in_flight.planned.duplicates:
             self._pool.free(pages)
         self._requests.free_ended()
-        stats = self._stats.record_step(in_flight.planned, launched_at=in_flight.launched_at)
-        self._channel.send(self._replies.take(stats))
+        left = sum(each.planned.step.num_prompt_tokens for each in self._in_flight)
+        stats = self._stats.record_step(
+            in_flight.planned, launched_at=in_flight.launched_at, in_flight_tokens=left
+        )
+        self._channel.send(self._replies.take(stats, self._cache.take_events()))

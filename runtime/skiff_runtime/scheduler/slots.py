@@ -65,6 +65,14 @@ class Slots:
         return int(np.count_nonzero(self.alive))
 
     @property
+    def num_uncomputed_tokens(self) -> int:
+        """Tokens that the planned steps leave to compute before each running request samples its first token."""
+        rows = np.flatnonzero(self.prefilling)
+        if not len(rows):
+            return 0
+        return int((self.num_prefill_tokens[rows] - self.num_computed_tokens[rows]).sum())
+
+    @property
     def is_full(self) -> bool:
         return not self._free
 

@@ -37,8 +37,11 @@ class StepStatsRecorder:
         """Return the statistics of a moment at which no step has just ended."""
         return StepStats(**self._read_gauges())
 
-    def record_step(self, planned: PlannedStep, *, launched_at: float) -> StepStats:
-        """Return the statistics after a step, which ran from its launch or the end of the step before it."""
+    def record_step(self, planned: PlannedStep, *, launched_at: float, in_flight_tokens: int) -> StepStats:
+        """Return the statistics after a step, which ran from its launch or the end of the step before it.
+
+        ``in_flight_tokens``: prompt tokens of the steps that are launched and not retired.
+        """
         ended_at = perf_counter()
         began_at = max(launched_at, self._busy_since)
         self._busy_since = ended_at
@@ -47,12 +50,13 @@ class StepStatsRecorder:
             **self._read_gauges(),
             step_seconds=ended_at - began_at,
             prefill_rows=len(step.slots) - step.decode_rows,
-            prefill_tokens=step.num_tokens - step.decode_rows,
+            prefill_tokens=step.num_prompt_tokens,
             decode_tokens=step.decode_rows,
             preempted=planned.preempted,
             lookup_tokens=sum(each.prompt_tokens for each in started if each.is_looked_up),
             hit_tokens=sum(request.cached_tokens for request in started),
             queue_seconds=[launched_at - request.arrived_at for request in started],
+            prefill_tokens_left=in_flight_tokens + self._slots.num_uncomputed_tokens,
         )
 
     def _read_gauges(self) -> dict[str, Any]:
@@ -66,6 +70,7 @@ class StepStatsRecorder:
         return {
             "queued": len(queue),
             "queued_tokens": queue.tokens,
+            "queued_uncached_tokens": queue.uncached_tokens,
             "running": self._slots.num_running,
             "pages_total": pool.total_pages,
             "pages_free": pool.free_pages,

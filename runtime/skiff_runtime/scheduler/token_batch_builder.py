@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from skiff_runtime.messages import (
     NO_TOKEN,
+    CacheEvents,
     FinishReason,
     Flushed,
     PooledVector,
@@ -99,7 +100,7 @@ class TokenBatchBuilder:
         """Add a request that ends without a further token."""
         self.add_tokens(np.array([uid]), np.array([NO_TOKEN], np.int32), np.array([reason], np.uint8))
 
-    def take(self, stats: StepStats) -> TokenBatch:
+    def take(self, stats: StepStats, cache_events: CacheEvents | None = None) -> TokenBatch:
         """Return everything gathered as one message, and start a new one."""
         batch = TokenBatch(
             opened=self._opened,
@@ -112,6 +113,7 @@ class TokenBatchBuilder:
             prompt_logprobs=self._prompt_logprobs,
             flushed=self._flushed,
             pooled=self._pooled,
+            cache_events=cache_events,
         )
         self._reset()
         return batch

@@ -142,6 +142,7 @@ class _TextRows:
             flushed=batch.flushed,
             opened=batch.opened,
             pooled=batch.pooled,
+            cache_events=batch.cache_events,
         )
 
     def _encode_kept(self, column: NDArray[Any]) -> bytes:

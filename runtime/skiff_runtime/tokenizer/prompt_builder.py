@@ -49,6 +49,8 @@ class PromptBuilder:
             priority=request.priority,
             cache_salt=request.cache_salt,
             pooling=None if request.pooling is None else self._find_labels(request.pooling),
+            # A prompt whose beginning is cut off has none of the blocks of its text.
+            prompt_blocks=None if options.truncate_prompt_tokens else request.prompt_blocks,
         )
 
     def encode(self, request: EncodeRequest) -> Encoded:

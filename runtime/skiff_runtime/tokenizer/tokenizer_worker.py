@@ -19,6 +19,7 @@ from skiff_runtime.messages import (
     RequestFailed,
     TokenizeRequest,
     ToTokenizer,
+    WatchCache,
 )
 from skiff_runtime.messages.transport import Receiver, Sender
 from skiff_runtime.processes.child_process import Child
@@ -35,7 +36,7 @@ NICENESS: Final = 5
 """On few cores, running streams come before waiting prompts: encoding a huge prompt may take seconds."""
 _INT64_HALF: Final = 1 << 63
 
-TokenizerMessage = TokenizeRequest | EncodeRequest | DecodeRequest | AbortRequest | FlushCache
+TokenizerMessage = TokenizeRequest | EncodeRequest | DecodeRequest | AbortRequest | FlushCache | WatchCache
 
 
 class TokenizerWorker:
@@ -60,7 +61,7 @@ class TokenizerWorker:
         if isinstance(message, AbortRequest) and (ended := self._grammars.abort(message)) is not None:
             self._api.send(ended)
             return
-        if isinstance(message, AbortRequest | FlushCache):
+        if isinstance(message, AbortRequest | FlushCache | WatchCache):
             self._scheduler.send(message)
             return
         try:

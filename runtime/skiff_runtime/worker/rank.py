@@ -18,9 +18,7 @@ from skiff_runtime.engine.engine import Engine
 from skiff_runtime.errors import SkiffError
 from skiff_runtime.kernels import kernel_cache
 from skiff_runtime.messages import (
-    AbortRequest,
     CompiledGrammar,
-    FlushCache,
     GenerateRequest,
     ProfileSteps,
     RankInputs,
@@ -28,6 +26,7 @@ from skiff_runtime.messages import (
     TokenBatch,
     ToLeader,
     ToScheduler,
+    WatchCache,
 )
 from skiff_runtime.messages.transport import Endpoints, Receiver, Sender
 from skiff_runtime.processes.child_process import Child
@@ -47,7 +46,7 @@ COLLECTIVE_MARGIN_SECONDS: Final = 60.0
 """Time by which a collective outlasts the limits that end the service in an orderly way."""
 
 
-LeaderInbox = Receiver[GenerateRequest | AbortRequest | FlushCache | ProfileSteps]
+LeaderInbox = Receiver[ToLeader]
 
 
 class LockstepError(SkiffError):
@@ -87,7 +86,9 @@ class LeaderChannel(Channel):
         if self._should_stop():
             items.append(Shutdown())
         if self._followers:
-            inbox = RankInputs(items=items, checksum=checksum, grammars=self._find_held_grammars(arrived))
+            # All caches are alike, and rank 0 alone reports its own.
+            shared = [item for item in items if not isinstance(item, WatchCache)]
+            inbox = RankInputs(items=shared, checksum=checksum, grammars=self._find_held_grammars(arrived))
             for follower in self._followers:
                 follower.send(inbox)
         return items

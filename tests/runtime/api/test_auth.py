@@ -106,6 +106,11 @@ def test_every_response_has_request_id(front: Frontend) -> None:
         assert re.fullmatch("[0-9a-f]{24}", generated.headers["x-request-id"])
 
 
+def test_events_need_no_key(front: Frontend) -> None:
+    with front.http.stream("GET", front.url + "/events") as response:
+        assert response.status_code == 200
+
+
 def test_openapi_document_declares_keys(front: Frontend) -> None:
     document = front.get("/openapi.json").json()
     assert document["components"]["securitySchemes"]["key"]["scheme"] == "bearer"
@@ -114,7 +119,7 @@ def test_openapi_document_declares_keys(front: Frontend) -> None:
         for path, methods in document["paths"].items()
         if all(each.get("security") and "401" in each["responses"] for each in methods.values())
     }
-    assert set(document["paths"]) - keyed == {*PROBES, "/"}
+    assert set(document["paths"]) - keyed == {*PROBES, "/", "/events"}
     assert front.get("/docs").status_code == 200
 
 

@@ -2,16 +2,22 @@
 
 The model remembers what each page was last written with. After every operation it checks that each page is
 free, cached or owned exactly once, and that each running request's row holds exactly its own prefix: a page
-that is freed, evicted or shared wrongly is noticed at once.
+that is freed, evicted or shared wrongly is noticed at once. A mirror that is built from the cache's events alone must hold what
+the cache holds.
 """
 
 import os
+import zlib
 from dataclasses import dataclass, field
 
 import numpy as np
+import pytest
+from cache_mirror import CacheMirror
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from skiff_runtime.kvcache import radix
+from skiff_runtime.kvcache.block_hash import hash_blocks
 from skiff_runtime.kvcache.naive import NaiveCache
 from skiff_runtime.kvcache.page_pool import PagePool
 from skiff_runtime.kvcache.prefix_cache import Int32, PrefixCache, PrefixHandle
@@ -45,6 +51,9 @@ class Interpreter:
         self.written: dict[int, bytes] = {}
         self.running: list[Sequence] = []
         self.waiting: list[tuple[Int32, bytes]] = []
+        self.mirror = CacheMirror()
+        self.watched = (False, False)
+        self.noted: dict[bytes, int] = {}
 
     def prefix(self, tokens: Int32, salt: bytes, pages: int) -> bytes:
         return salt + b"|" + tokens[: pages * self.size].tobytes()
@@ -52,7 +61,7 @@ class Interpreter:
     def run(self, script: bytes) -> None:
         operations = (
             *(self.open, self.compute, self.compute, self.finish),
-            *(self.abort, self.preempt, self.evict, self.invalidate),
+            *(self.abort, self.preempt, self.evict, self.invalidate, self.watch),
         )
         for operation, index, amount in zip(script[::3], script[1::3], script[2::3], strict=False):
             operations[operation % len(operations)](index, amount)
@@ -103,6 +112,25 @@ class Interpreter:
         assert not set(duplicates.tolist()) & set(row.tolist())
         self.pool.free(duplicates)
         sequence.handle, sequence.row = inserted.handle, row.tolist()
+        if isinstance(self.cache, RadixCache):
+            self.note(sequence)
+
+    def note(self, sequence: Sequence) -> None:
+        """Note a prompt block that ends in every second page."""
+        blocks = []
+        for page in range(0, sequence.handle.depth, 2):
+            prefix = self.prefix(sequence.tokens, sequence.salt, page + 1)
+            self.noted[prefix] = zlib.crc32(prefix)
+            blocks.append((page, zlib.crc32(prefix)))
+        self.cache.note_prompt_blocks(sequence.handle, blocks)
+
+    def watch(self, index: int, amount: int) -> None:
+        """Begin to watch, or end it."""
+        self.watched = bool(amount & 1), bool(amount & 2)
+        self.cache.watch(prompts=self.watched[0], blocks=self.watched[1])
+        if not any(self.watched):
+            assert not self.cache.has_pending_events
+            self.mirror = CacheMirror()
 
     def finish(self, index: int, amount: int) -> None:
         if self.running:
@@ -156,6 +184,21 @@ class Interpreter:
         for sequence in self.running:
             for column, page in enumerate(sequence.row, start=1):
                 assert self.written[page] == self.prefix(sequence.tokens, sequence.salt, column)
+        self.check_mirror()
+
+    def check_mirror(self) -> None:
+        """Check what a watcher knows; while a snapshot is not complete, it must not know too much."""
+        self.mirror.apply(self.cache.take_events())
+        cached = [self.written[page] for page in self.cache.check().tolist()]
+        self.noted = {prefix: block for prefix, block in self.noted.items() if prefix in cached}
+        assert self.mirror.prompts == (set(self.noted.values()) if self.watched[0] else set())
+        hashes = {self.hash(prefix) for prefix in cached} if self.watched[1] else set()
+        assert self.mirror.blocks <= hashes
+        assert self.cache.has_pending_events or self.mirror.blocks == hashes
+
+    def hash(self, prefix: bytes) -> int:
+        salt, _, tokens = prefix.partition(b"|")
+        return hash_blocks(np.frombuffer(tokens, np.int32), self.size, parent=None, salt=salt)[-1]
 
 
 @settings(
@@ -173,4 +216,6 @@ class Interpreter:
 def test_every_page_is_held_once_with_the_right_content(
     script: bytes, page_size: int, num_pages: int, cache: str
 ) -> None:
-    Interpreter(page_size, num_pages, cache).run(script)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(radix, "MAX_SNAPSHOT_PAGES", 2)  # so that changes come between the parts of a snapshot
+        Interpreter(page_size, num_pages, cache).run(script)

@@ -68,6 +68,12 @@ class Dispatcher:
     def __len__(self) -> int:
         return len(self._choices)
 
+    def prompt_bytes(self, uid: int) -> int:
+        """Return the length of the text of a choice's prompt; 0 if it is not known, or the choice has ended."""
+        choice = self._choices.get(uid)
+        blocks = None if choice is None else choice.request.metadata.prompt_blocks
+        return 0 if blocks is None else blocks.text_bytes
+
     def submit(
         self, spec: RequestSpec, writers: Sequence[ChoiceWriter], metadata: RequestMetadata
     ) -> RequestState:
@@ -124,6 +130,8 @@ class Dispatcher:
                 cache_salt=request.metadata.cache_salt,
                 options=spec.prompt_options,
                 pooling=spec.pooling,
+                # The blocks are those of one prompt; of several in a body, each would have another beginning.
+                prompt_blocks=request.metadata.prompt_blocks if len(spec.prompts) == 1 else None,
             )
         )
         for index, writer in enumerate(writers):

@@ -11,6 +11,7 @@ from skiff_runtime.api.formats.request_spec import RequestSpec
 from skiff_runtime.messages import FinishReason, RequestFailed, Usage
 from skiff_runtime.messages.transport import Sender
 from skiff_runtime.metrics.labels import AbortReason, Endpoint, Outcome
+from skiff_runtime.prompt_blocks import PromptBlocks
 
 _NULL_WRITER: Final = NullChoiceWriter()
 
@@ -21,6 +22,7 @@ class RequestMetadata:
 
     ``deadline_seconds``: 0 for no deadline. ``trace``: W3C trace context headers by name. ``key``: digest of its API
     key, b"" without one. ``cache_salt``: namespace of the prefix cache, see ``auth.derive_cache_namespace``.
+    ``prompt_blocks``: those of its prompt, while a router watches.
     """
 
     request_id: str
@@ -29,6 +31,7 @@ class RequestMetadata:
     trace: dict[str, str] | None = None
     key: bytes = b""
     cache_salt: bytes = b""
+    prompt_blocks: PromptBlocks | None = None
 
 
 class RequestState:

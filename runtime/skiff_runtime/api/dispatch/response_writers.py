@@ -13,8 +13,9 @@ from skiff_runtime.api.formats.request_spec import (
     RequestSpec,
     ResponseFormatter,
 )
-from skiff_runtime.api.http.asgi import MAX_BACKLOG_BYTES, AsgiWriter, Headers
+from skiff_runtime.api.http.asgi import MAX_BACKLOG_BYTES, AsgiWriter, Headers, TrailedSend
 from skiff_runtime.api.http.responses import error_headers
+from skiff_runtime.api.http.usage_header import USAGE_HEADER, TokenCounts, format_usage_header
 from skiff_runtime.errors import CLIENT_CLOSED_REQUEST, RequestError
 from skiff_runtime.messages import (
     NO_TOKEN,
@@ -59,11 +60,19 @@ class ChoiceWriter(Protocol):
 
 
 def make_choice_writers(
-    spec: RequestSpec, writer: AsgiWriter, headers: Headers, *, request_id: str
+    spec: RequestSpec,
+    writer: AsgiWriter,
+    headers: Headers,
+    *,
+    request_id: str,
+    trailed: TrailedSend | None = None,
 ) -> Sequence[ChoiceWriter]:
-    """Return a writer for each choice of a request, all of which write into one response."""
+    """Return a writer for each choice of a request, all of which write into one response.
+
+    ``trailed``: the ``send`` of ``writer``, for a request whose response reports its token counts by ``X-Skiff-Usage``.
+    """
     writer.raise_backlog_limit((spec.num_choices - 1) * MAX_BACKLOG_BYTES)
-    response = _Response(spec, writer, headers, request_id)
+    response = _Response(spec, writer, headers, request_id, trailed)
     kind: type[StreamingChoiceWriter | JsonChoiceWriter | IncrementalJsonChoiceWriter | VectorChoiceWriter]
     kind = JsonChoiceWriter
     if spec.pooling is not None:
@@ -89,12 +98,20 @@ class _Response:
         "_outputs",
         "_request_id",
         "_started",
+        "_trailed",
         "_usages",
         "formatter",
         "writer",
     )
 
-    def __init__(self, spec: RequestSpec, writer: AsgiWriter, headers: Headers, request_id: str) -> None:
+    def __init__(
+        self,
+        spec: RequestSpec,
+        writer: AsgiWriter,
+        headers: Headers,
+        request_id: str,
+        trailed: TrailedSend | None,
+    ) -> None:
         self.writer = writer
         self.formatter: ResponseFormatter = spec.formatter
         self._headers = headers
@@ -105,6 +122,12 @@ class _Response:
         self._copies = spec.copies
         self._num_running = spec.num_choices
         self._usages = [Usage(0, 0, 0)] * spec.num_choices
+        self._trailed = trailed
+
+    def start_choice(self, index: int, opened: StreamOpened) -> None:
+        """Record that the engine has begun to compute choice ``index``."""
+        self._usages[index] = Usage(opened.prompt_tokens, 0, opened.cached_tokens)
+        self.formatter.start_choice(index, opened)
 
     def start_stream(self) -> None:
         """Write the head of a stream; no-op if it is written already."""
@@ -114,7 +137,18 @@ class _Response:
                 (b"content-type", b"text/event-stream; charset=utf-8"),
                 (b"cache-control", b"no-cache"),
             ]
+            if self._trailed is not None:
+                stream_headers.append((b"trailer", USAGE_HEADER))
+                stream_headers.append(
+                    self._usage_header(sum_usage(self._usages, self._copies), is_final=False)
+                )
             self.writer.start(200, [*stream_headers, *self._headers])
+
+    def end_stream(self, data: bytes, usage: Usage) -> None:
+        """Write the last events of the last choice, and those that end the response."""
+        if self._trailed is not None:
+            self._trailed.trailers = [self._usage_header(usage, is_final=True)]
+        self.writer.body(data + self.formatter.format_ending(usage), more=False)
 
     def finish_choice(self, index: int, usage: Usage) -> Usage | None:
         """Record the end of choice ``index``. Returns the usage of the whole request once all choices have ended."""
@@ -130,7 +164,10 @@ class _Response:
         self._outputs[index] = output
         total = self.finish_choice(index, usage)
         if total is not None:
-            write_json(self.writer, 200, self.formatter.format_full(self._outputs, total), self._headers)
+            headers = self._headers
+            if self._trailed is not None:
+                headers = [*headers, self._usage_header(total, is_final=True)]
+            write_json(self.writer, 200, self.formatter.format_full(self._outputs, total), headers)
 
     def fail(self, error: RequestFailed) -> None:
         """End the response with an error, whatever state the other choices are in."""
@@ -142,6 +179,10 @@ class _Response:
         else:
             body = self.formatter.format_error(error, self._request_id)
             write_error(self.writer, error, body, self._headers)
+
+    def _usage_header(self, usage: Usage, *, is_final: bool) -> tuple[bytes, bytes]:
+        counts = TokenCounts(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
+        return USAGE_HEADER, format_usage_header(counts, is_final=is_final)
 
 
 class StreamingChoiceWriter:
@@ -157,7 +198,7 @@ class StreamingChoiceWriter:
         self._opened = False
 
     def start(self, opened: StreamOpened) -> None:
-        self._response.formatter.start_choice(self._index, opened)
+        self._response.start_choice(self._index, opened)
 
     def write_prompt_logprobs(self, tokens: list[TextLogprobs]) -> None:
         data = self._formatter.format_prompt_logprobs(tokens)
@@ -183,9 +224,10 @@ class StreamingChoiceWriter:
         data = self._format_opening() + self._formatter.format_delta(text, token, logprobs)
         data += self._formatter.format_closing(finish)
         total = self._response.finish_choice(self._index, usage)
-        if total is not None:
-            data += self._response.formatter.format_ending(total)
-        self._writer.body(data, more=total is None)
+        if total is None:
+            self._writer.body(data, more=True)
+        else:
+            self._response.end_stream(data, total)
 
     def fail(self, error: RequestFailed) -> None:
         self._response.fail(error)
@@ -214,7 +256,7 @@ class JsonChoiceWriter:
         self._prompt_logprobs: list[TextLogprobs] = []
 
     def start(self, opened: StreamOpened) -> None:
-        self._response.formatter.start_choice(self._index, opened)
+        self._response.start_choice(self._index, opened)
 
     def write_prompt_logprobs(self, tokens: list[TextLogprobs]) -> None:
         self._prompt_logprobs += tokens

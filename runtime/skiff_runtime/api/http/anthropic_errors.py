@@ -7,8 +7,7 @@ Retry-After, and Anthropic's clients retry both (docs/decisions/0028-messages-ap
 from typing import Final
 
 from skiff_runtime import contract
-from skiff_runtime.errors import RequestError
-from skiff_runtime.messages import RequestFailed
+from skiff_runtime.errors import ErrorFields
 from skiff_runtime.sse import encode_json
 
 ANTHROPIC_PATHS: Final = frozenset({contract.PATH_MESSAGES, contract.PATH_COUNT_TOKENS})
@@ -29,7 +28,7 @@ _UNSUPPORTED_THREAD: Final = {"error_code": "thread_unsupported_request", "unsup
 """``error.details`` that makes Anthropic's tool runner retry without a stored thread."""
 
 
-def anthropic_error(error: RequestError | RequestFailed, request_id: str) -> dict[str, object]:
+def anthropic_error(error: ErrorFields, request_id: str) -> dict[str, object]:
     """Return ``{"type": "error", "error": {"type", "message"}, "request_id"}``; the refusal of a thread has ``details``."""
     kind = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     fields: dict[str, object] = {"type": kind, "message": error.message}
@@ -38,6 +37,6 @@ def anthropic_error(error: RequestError | RequestFailed, request_id: str) -> dic
     return {"type": "error", "error": fields, "request_id": request_id}
 
 
-def anthropic_error_body(error: RequestError | RequestFailed, request_id: str) -> bytes:
+def anthropic_error_body(error: ErrorFields, request_id: str) -> bytes:
     """Return an error as the JSON body of a response."""
     return encode_json(anthropic_error(error, request_id))

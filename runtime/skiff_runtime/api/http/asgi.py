@@ -13,10 +13,12 @@ this process.
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Generator, MutableMapping
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 MAX_BACKLOG_BYTES: Final = 1 << 20
 CHUNK_WRITER_EXTENSION: Final = "skiff.chunks"
+TRAILERS_EXTENSION: Final = "skiff.trailers"
+"""A function ``MakeTrailedSend``: trailers of a chunked body."""
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -27,6 +29,18 @@ Headers = list[tuple[bytes, bytes]]
 """Pairs of a name in lower case and a value."""
 WriteChunk = Callable[[bytes], bool]
 """Writes a piece of a body that has begun. Returns False if the piece must be sent as an ASGI message instead."""
+
+
+class TrailedSend(Protocol):
+    """The ASGI ``send`` of a response whose chunked body ends with ``trailers``. A body with a length has none."""
+
+    trailers: Headers
+
+    async def __call__(self, message: Message) -> None:
+        """Send ``message``."""
+
+
+MakeTrailedSend = Callable[[], TrailedSend]
 
 
 class AsgiWriter:

@@ -24,6 +24,7 @@ PROBE_PATHS: Final = frozenset(
         contract.PATH_HEALTH,
         contract.PATH_PING,
         contract.PATH_METRICS,
+        contract.PATH_EVENTS,
     }
 )
 """Served without a key, and on connections beyond the limit, for kubelets, scrapers and routers."""
@@ -139,7 +140,7 @@ class AccessPolicy:
         if self.hosts is not None:
             self.hosts.check(headers)
         if self.admin_keys:
-            digest = self.admin_keys.find(_get_key(headers))
+            digest = self.admin_keys.find(get_key(headers))
             if digest is not None:
                 return Principal(digest, admin=True)
         if not self.keys:
@@ -151,7 +152,7 @@ class AccessPolicy:
 
     def _authenticate(self, headers: Headers) -> bytes:
         """Return the digest of the request's key, which must be known."""
-        token = _get_key(headers)
+        token = get_key(headers)
         if not token:
             raise Unauthorized(
                 "an API key is required: send the header 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
@@ -170,7 +171,7 @@ def _load(path: str | None, flag: str, given: tuple[str, ...]) -> tuple[KeyRing,
     return file.ring, file
 
 
-def _get_key(headers: Headers) -> bytes:
+def get_key(headers: Headers) -> bytes:
     """Return the key in the Authorization header, else in x-api-key, the header of Anthropic's clients.
 
     Returns b"", which no key ring contains, if there is none.

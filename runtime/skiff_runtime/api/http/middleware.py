@@ -1,6 +1,7 @@
 """ASGI middleware: request IDs, CORS, access control and response headers."""
 
 from collections.abc import Callable, Mapping
+from typing import Final
 
 from skiff_runtime import log
 from skiff_runtime.api.http.asgi import App, Message, Receive, Scope, Send
@@ -20,6 +21,8 @@ from skiff_runtime.errors import (
     Unavailable,
 )
 
+_NO_ENDPOINTS: Final[Mapping[str, App]] = {}
+
 
 class AccessMiddleware:
     """The outermost ASGI application: gives each request an ID and a principal, or rejects it.
@@ -33,15 +36,17 @@ class AccessMiddleware:
         app: App,
         *,
         posts: Mapping[str, App],
+        gets: Mapping[str, App] | None = None,
         access: AccessPolicy,
         on_rejected: Callable[[int], None],
     ) -> None:
         """``posts``: applications that serve POST on these paths, past ``app``, whose layers cost 0.6 µs for each token.
+        ``gets``: the same for GET.
 
         ``on_rejected`` is called with the status of each request that is rejected here or in the HTTP protocol.
         """
         self._app = app
-        self._posts = posts
+        self._endpoints = {"POST": posts, "GET": gets or {}}
         self._access = access
         self._cors = access.cors
         self.on_rejected = on_rejected
@@ -58,7 +63,7 @@ class AccessMiddleware:
         except (HostRefused, OriginRefused, Unauthorized) as error:
             await self._reject(scope, send, error)
             return
-        endpoint = self._posts.get(scope["path"]) if scope["method"] == "POST" else None
+        endpoint = self._endpoints.get(scope["method"], _NO_ENDPOINTS).get(scope["path"])
         if endpoint is None:
             await self._app(scope, receive, send)
             return

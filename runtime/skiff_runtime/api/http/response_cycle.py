@@ -4,8 +4,9 @@
 """
 
 from collections.abc import Callable
+from functools import partial
 
-from skiff_runtime.api.http.asgi import CHUNK_WRITER_EXTENSION, Message
+from skiff_runtime.api.http.asgi import CHUNK_WRITER_EXTENSION, TRAILERS_EXTENSION, Headers, Message
 from skiff_runtime.api.http.uvicorn_internals import RequestResponseCycle
 
 
@@ -56,6 +57,31 @@ class ChunkedBody:
         return True
 
 
+class TrailedBody:
+    """The ASGI ``send`` of a response whose body, if it is chunked, ends with ``trailers``: uvicorn knows none."""
+
+    __slots__ = ("_cycle", "_send", "trailers")
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self._send = cycle.send
+        self.trailers: Headers = []
+
+    async def __call__(self, message: Message) -> None:
+        """Send ``message``; with the body's last one the trailers."""
+        cycle = self._cycle
+        is_last = message["type"] == "http.response.body" and not message.get("more_body", False)
+        if is_last and self.trailers and cycle.chunked_encoding and not cycle.disconnected:
+            body = message.get("body", b"")
+            lines = b"".join(b"%b: %b\r\n" % header for header in self.trailers)
+            ending = (b"%x\r\n%b\r\n" % (len(body), body) if body else b"") + b"0\r\n" + lines + b"\r\n"
+            # uvicorn writes it as it is, and ends the response.
+            cycle.chunked_encoding = False
+            cycle.expected_content_length = len(ending)
+            message = {**message, "body": ending}
+        await self._send(message)  # type: ignore[arg-type]
+
+
 class HeadCoalescer:
     """Transport of one response until its body begins: writes the head together with the first piece of the body.
 
@@ -99,4 +125,7 @@ def adapt_cycle(cycle: RequestResponseCycle, transport: CycleTransport) -> None:
         cycle.waiting_for_100_continue = False
     if cycle.scope["method"] != "HEAD":
         cycle.transport = HeadCoalescer(cycle)  # type: ignore[assignment]
-    cycle.scope["extensions"] = {CHUNK_WRITER_EXTENSION: ChunkedBody(cycle).write}  # type: ignore[dict-item]
+    cycle.scope["extensions"] = {
+        CHUNK_WRITER_EXTENSION: ChunkedBody(cycle).write,  # type: ignore[dict-item]
+        TRAILERS_EXTENSION: partial(TrailedBody, cycle),  # type: ignore[dict-item]
+    }

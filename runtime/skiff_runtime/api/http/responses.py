@@ -6,8 +6,7 @@ from typing import Final
 from skiff_runtime.api.http.anthropic_errors import ANTHROPIC_PATHS, anthropic_error_body
 from skiff_runtime.api.http.asgi import Headers, Scope, Send
 from skiff_runtime.api.http.request_headers import REQUEST_ID_HEADER, choose_request_id
-from skiff_runtime.errors import RequestError
-from skiff_runtime.messages import RequestFailed
+from skiff_runtime.errors import ErrorFields, RequestError
 from skiff_runtime.sse import encode_json
 
 JSON: Final = "application/json"
@@ -72,13 +71,13 @@ def error_body_for(scope: Scope, error: RequestError) -> bytes:
     return error_body(error)
 
 
-def error_body(error: RequestError | RequestFailed) -> bytes:
+def error_body(error: ErrorFields) -> bytes:
     """Return ``{"error": {"message", "type", "param", "code"}}``."""
     fields = {"message": error.message, "type": error.kind, "param": error.param, "code": error.code}
     return encode_json({"error": fields})
 
 
-def error_headers(error: RequestError | RequestFailed) -> Headers:
+def error_headers(error: ErrorFields) -> Headers:
     """Return the headers that a status requires: Retry-After, WWW-Authenticate, and Connection.
 
     Where the body may be unread the connection ends, because its bytes would be taken for the next request.

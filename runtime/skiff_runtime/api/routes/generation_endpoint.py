@@ -8,7 +8,6 @@ A request's own task only waits for the client to disconnect. Rows are written f
 server ends the wait when the response is complete, or when the client disconnects, which aborts the request.
 """
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Self
@@ -21,17 +20,15 @@ from skiff_runtime import contract, log
 from skiff_runtime.api.dispatch.dispatcher import Dispatcher
 from skiff_runtime.api.dispatch.request_state import RequestMetadata
 from skiff_runtime.api.dispatch.response_writers import make_choice_writers, write_error
+from skiff_runtime.api.dispatch.state_stream import StateStream
 from skiff_runtime.api.formats.request_spec import RequestSpec
 from skiff_runtime.api.formats.served_model import ServedModel
-from skiff_runtime.api.http.asgi import CHUNK_WRITER_EXTENSION, AsgiWriter, Receive, Scope, Send
+from skiff_runtime.api.http.asgi import Receive, Scope, Send
 from skiff_runtime.api.http.auth import Principal, derive_cache_namespace, get_principal
 from skiff_runtime.api.http.request_body import BodyReader, ClientDisconnected
 from skiff_runtime.api.http.request_headers import MAX_DEADLINE_SECONDS, get_trace_context, parse_deadline
-from skiff_runtime.api.http.responses import (
-    error_body_for,
-    get_request_id,
-    get_response_headers,
-)
+from skiff_runtime.api.http.responses import error_body_for
+from skiff_runtime.api.routes.exchange import Exchange
 from skiff_runtime.api.routes.openapi import DEFAULT_RESPONSES, error_responses, schema_reference
 from skiff_runtime.api.schemas.error_bodies import ErrorResponse
 from skiff_runtime.api.schemas.request_bodies import (
@@ -49,6 +46,7 @@ from skiff_runtime.config import Config
 from skiff_runtime.errors import RequestError
 from skiff_runtime.metrics.definitions import Metrics
 from skiff_runtime.metrics.labels import Endpoint, Outcome
+from skiff_runtime.prompt_blocks import hash_body
 from skiff_runtime.sse import DONE
 
 EVENT_STREAM: Final = "text/event-stream"
@@ -99,6 +97,7 @@ class GenerationEndpoint:
         metrics: Metrics,
         body: BodyReader,
         settings: GenerationSettings,
+        events: StateStream,
     ) -> None:
         self._name = name
         self._prepare = prepare
@@ -107,10 +106,11 @@ class GenerationEndpoint:
         self._metrics = metrics
         self._body = body
         self._settings = settings
+        self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
-        exchange = _Exchange(scope, send)
+        exchange = Exchange(scope, send)
         settings = self._settings
         try:
             deadline = parse_deadline(scope["headers"], settings.max_seconds)
@@ -120,18 +120,26 @@ class GenerationEndpoint:
             if spec.pooling is None:
                 self._model.check_generates()
             principal.require_priority(spec.priority, allowed=settings.allow_priority)
+            namespace = derive_cache_namespace(
+                principal.key if settings.isolate_keys else b"", spec.cache_salt
+            )
             request = self._dispatcher.submit(
                 spec,
-                make_choice_writers(spec, exchange.writer, exchange.headers, request_id=exchange.id),
+                make_choice_writers(
+                    spec,
+                    exchange.writer,
+                    exchange.headers,
+                    request_id=exchange.id,
+                    trailed=exchange.trailed,
+                ),
                 RequestMetadata(
                     request_id=exchange.id,
                     endpoint=self._name,
                     deadline_seconds=deadline,
                     trace=get_trace_context(scope["headers"]) if settings.traced else None,
                     key=principal.key,
-                    cache_salt=derive_cache_namespace(
-                        principal.key if settings.isolate_keys else b"", spec.cache_salt
-                    ),
+                    cache_salt=namespace,
+                    prompt_blocks=hash_body(raw, namespace) if self._events.watches_prompts else None,
                 ),
             )
         except ClientDisconnected:
@@ -145,7 +153,7 @@ class GenerationEndpoint:
         finally:
             self._dispatcher.abort(request)
 
-    def _reject(self, scope: Scope, exchange: "_Exchange", error: RequestError) -> None:
+    def _reject(self, scope: Scope, exchange: Exchange, error: RequestError) -> None:
         self._metrics.record_request(self._name, Outcome.REJECTED, 0.0)
         self._metrics.record_rejection(error.status)
         log.event(
@@ -156,31 +164,6 @@ class GenerationEndpoint:
             error=error.message,
         )
         write_error(exchange.writer, error, error_body_for(scope, error), exchange.headers)
-
-
-class _Exchange:
-    """One request and its response."""
-
-    def __init__(self, scope: Scope, send: Send) -> None:
-        self.id = get_request_id(scope)
-        self.headers = get_response_headers(scope)
-        write_chunk = scope.get("extensions", {}).get(CHUNK_WRITER_EXTENSION)
-        self.writer = AsgiWriter(send, on_overflow=self._cancel, write_chunk=write_chunk)
-        self._task = asyncio.current_task()
-
-    async def wait_until_over(self, receive: Receive) -> None:
-        """Wait until the response is complete, or the client has disconnected or reads too slowly."""
-        try:
-            while (await receive())["type"] != "http.disconnect":
-                pass
-        except asyncio.CancelledError:
-            if not self.writer.closed:
-                raise
-            log.warning("slow_client_disconnected", id=self.id)
-
-    def _cancel(self) -> None:
-        assert self._task is not None
-        self._task.cancel()
 
 
 async def document_headers(

@@ -14,7 +14,6 @@ import numpy as np
 from skiff_runtime.messages import (
     AbortRequest,
     FinishReason,
-    FlushCache,
     GenerateRequest,
     StepStats,
     StreamOpened,
@@ -32,9 +31,7 @@ class StubRank:
     """Answers each request with ``max_tokens`` copies of one token."""
 
     def __init__(self, endpoints: Endpoints, token: int) -> None:
-        self._inbox: Receiver[GenerateRequest | AbortRequest | FlushCache] = Receiver(
-            endpoints.rank(0), ToScheduler
-        )
+        self._inbox: Receiver[ToScheduler] = Receiver(endpoints.rank(0), ToScheduler)
         self._detokenizer = Sender(endpoints.detokenizer)
         self._token = token
         self._new_streams: list[StreamOpened] = []
@@ -57,7 +54,7 @@ class StubRank:
             elif wait < 1e-3:
                 time.sleep(wait)
 
-    def _accept(self, message: GenerateRequest | AbortRequest | FlushCache) -> None:
+    def _accept(self, message: ToScheduler) -> None:
         if isinstance(message, GenerateRequest):
             prompt = len(message.token_ids) // TOKEN_BYTES
             self._new_streams.append(StreamOpened(message.uid, prompt, 0, message.text))

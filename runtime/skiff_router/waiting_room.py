@@ -1,0 +1,265 @@
+"""The waiting room: requests for a model without a ready pod wait here until it has one, in the order of their arrival.
+
+A model may have no pod because it is scaled to zero: then the first request asks for one. Or its pods start, or crashed, or
+are being replaced. Requests are bounded in number and bytes, over all models, and in time. A client that leaves is
+removed with its request's task; a router that drains sends all away, for another replica may serve them.
+
+A model with waiting requests is looked at every ``POLL_SECONDS``: a pod becomes available by changes in several places (an
+EndpointSlice, a probe), and a look costs a microsecond.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+from skiff_router.endpoints import Backend
+from skiff_router.kubernetes_watch import ApiError
+from skiff_router.metrics import RouterMetrics
+from skiff_router.scale_requests import CONFLICT, ScaleRequester
+from skiff_router.scaling import Scaling
+from skiff_router.startup_progress import WAITING, read_progress
+from skiff_router.upstream import UpstreamError
+from skiff_runtime import log
+from skiff_runtime.errors import QueueFull, Unavailable
+
+POLL_SECONDS: Final = 0.02
+PROGRESS_SECONDS: Final = 1.0
+KEEP_ALIVE_SECONDS: Final = 10.0
+"""A stream gets a comment at least this often, so that nothing between takes its connection for dead."""
+ASK_SECONDS: Final = 1.0
+"""Interval in which the number of pods may be raised again."""
+CONFLICT_SECONDS: Final = 0.05
+"""The watch shows the version that has changed within milliseconds."""
+REFUSED_SECONDS: Final = 5.0
+DEFAULT_START_SECONDS: Final = 30.0
+MAX_RETRY_SECONDS: Final = 600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaitingLimits:
+    """Limits on all requests that wait at the same time: their number, the bytes of their bodies, and the time of each."""
+
+    requests: int
+    body_bytes: int
+    seconds: float
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Visitor:
+    """One request that waits, maybe more than once; its time limit counts from the first time.
+
+    ``body_bytes``: size of its body. ``on_progress``: called with the start's progress in words, if it changed or for long.
+    """
+
+    body_bytes: int
+    on_progress: Callable[[str], None]
+    arrived_at: float = 0.0
+    deadline: float = 0.0
+    reported: str = ""
+    reported_at: float = 0.0
+    released: asyncio.Future[None] | None = None
+
+
+@dataclass(eq=False, slots=True)
+class _Queue:
+    """The requests that wait for one model, and what is done for them."""
+
+    began_at: float
+    visitors: dict[Visitor, None] = field(default_factory=dict)
+    progress: str = WAITING
+    progress_at: float = 0.0
+    ask_at: float = 0.0
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    reading: bool = False
+    asking: bool = False
+
+    def begin(self, task: asyncio.Task[None]) -> None:
+        """Keep a task until its end."""
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+
+class WaitingRoom:
+    """Holds the requests of all models without a ready pod."""
+
+    def __init__(
+        self, limits: WaitingLimits, metrics: RouterMetrics, requester: ScaleRequester | None = None
+    ) -> None:
+        """``requester``: asks for pods; without one, the room only waits."""
+        self._limits = limits
+        self._metrics = metrics
+        self._requester = requester
+        self._queues: dict[Backend, _Queue] = {}
+        self._requests = 0
+        self._body_bytes = 0
+        self._is_closed = False
+
+    def must_wait(self, backend: Backend) -> bool:
+        """Return whether a new request has to wait: no pod is available but expected, or others wait that came before."""
+        return self.is_expected(backend) and (backend in self._queues or not backend.available())
+
+    def is_expected(self, backend: Backend) -> bool:
+        """Return whether a model without a ready pod will have one, so that requests may wait for it."""
+        return backend.scaling is not None and backend.scaling.is_expected and self._limits.requests > 0
+
+    async def wait(self, backend: Backend, visitor: Visitor) -> None:
+        """Return when a pod is available to the request.
+
+        Raises:
+            QueueFull: Too many requests wait already.
+            Unavailable: No pod became ready in time, none is expected any more, or the router shuts down.
+        """
+        now = asyncio.get_running_loop().time()
+        if self._is_closed:
+            raise _closed()
+        queue = self._queues.get(backend)
+        if (
+            self._requests >= self._limits.requests
+            or self._body_bytes + visitor.body_bytes > self._limits.body_bytes
+        ):
+            self._metrics.record_wait(backend.model, "rejected")
+            raise QueueFull(
+                f"no pod of the model {backend.model!r} is ready, and {self._requests} requests wait already; retry",
+                retry_after_seconds=_retry_after(backend.scaling, queue, now),
+            )
+        if not visitor.deadline:
+            visitor.arrived_at = visitor.reported_at = now
+            visitor.deadline = now + self._limits.seconds
+        if queue is None:
+            queue = self._queues[backend] = _Queue(now)
+            queue.begin(asyncio.get_running_loop().create_task(self._look_after(backend, queue)))
+        await self._stay(backend, queue, visitor)
+
+    def close(self) -> None:
+        """Send all requests away, and take no more: the router shuts down."""
+        self._is_closed = True
+        for queue in list(self._queues.values()):
+            for visitor in list(queue.visitors):
+                _end(visitor, _closed())
+
+    async def _stay(self, backend: Backend, queue: _Queue, visitor: Visitor) -> None:
+        """Hold one request until it is released, or its time is over."""
+        visitor.released = asyncio.get_running_loop().create_future()
+        queue.visitors[visitor] = None
+        self._count(backend, visitor, 1)
+        outcome = "left"
+        try:
+            async with asyncio.timeout_at(visitor.deadline):
+                await visitor.released
+            outcome = "released"
+        except TimeoutError:
+            outcome = "timeout"
+            now = asyncio.get_running_loop().time()
+            raise Unavailable(
+                f"no pod of the model {backend.model!r} was ready within {self._limits.seconds:g} s ({queue.progress}); "
+                "retry",
+                retry_after_seconds=_retry_after(backend.scaling, queue, now),
+            ) from None
+        except Unavailable:
+            outcome = "unavailable"
+            raise
+        finally:
+            del queue.visitors[visitor]
+            self._count(backend, visitor, -1)
+            self._metrics.record_wait(backend.model, outcome)
+
+    def _count(self, backend: Backend, visitor: Visitor, change: int) -> None:
+        self._requests += change
+        self._body_bytes += change * visitor.body_bytes
+        self._metrics.record_waiting(backend.model, change)
+
+    async def _look_after(self, backend: Backend, queue: _Queue) -> None:
+        """Look after the requests for one model until none waits."""
+        loop = asyncio.get_running_loop()
+        log.event("requests_wait", model=backend.model)
+        try:
+            while queue.visitors and not self._release(backend, queue):
+                self._look(backend, queue, loop.time())
+                await asyncio.sleep(POLL_SECONDS)
+        finally:
+            del self._queues[backend]
+        log.event("requests_waited", model=backend.model, seconds=loop.time() - queue.began_at)
+
+    def _release(self, backend: Backend, queue: _Queue) -> bool:
+        """Release all requests if a pod is available, or none is expected; return whether they are.
+
+        Those that arrive from now on go to the pod directly, behind the released ones: these run first.
+        """
+        if backend.available():
+            for visitor in sorted(queue.visitors, key=lambda each: each.arrived_at):
+                _end(visitor)
+            return True
+        if not self.is_expected(backend):
+            for visitor in queue.visitors:
+                _end(visitor, Unavailable(f"the model {backend.model!r} was stopped; no pod is expected"))
+            return True
+        return False
+
+    def _look(self, backend: Backend, queue: _Queue, now: float) -> None:
+        """Ask for pods, and report the progress of the start."""
+        self._ask(backend, queue, now)
+        if now >= queue.progress_at and not queue.reading:
+            queue.reading = True
+            queue.begin(asyncio.get_running_loop().create_task(self._read_progress(backend, queue)))
+        for visitor in queue.visitors:
+            changed = queue.progress != visitor.reported and now - visitor.reported_at >= PROGRESS_SECONDS
+            if changed or now - visitor.reported_at >= KEEP_ALIVE_SECONDS:
+                visitor.reported, visitor.reported_at = queue.progress, now
+                visitor.on_progress(queue.progress)
+
+    def _ask(self, backend: Backend, queue: _Queue, now: float) -> None:
+        """Ask for as many pods as the waiting requests need, if fewer are desired."""
+        scaling = backend.scaling
+        if self._requester is None or scaling is None or not scaling.is_autoscaled:
+            return
+        if queue.asking or now < queue.ask_at:
+            return
+        needed = scaling.needed(len(queue.visitors), sum(each.body_bytes for each in queue.visitors))
+        if needed > scaling.replicas:
+            queue.asking = True
+            task = self._ask_for(self._requester, backend, queue, needed)
+            queue.begin(asyncio.get_running_loop().create_task(task))
+
+    async def _ask_for(
+        self, requester: ScaleRequester, backend: Backend, queue: _Queue, replicas: int
+    ) -> None:
+        result, pause = "asked", ASK_SECONDS
+        try:
+            await requester.request(backend, replicas)
+            log.event("pods_requested", model=backend.model, service=backend.key, replicas=replicas)
+        except (ApiError, UpstreamError, TimeoutError, OSError) as error:
+            conflicts = isinstance(error, ApiError) and error.status == CONFLICT
+            result, pause = ("conflict", CONFLICT_SECONDS) if conflicts else ("failed", REFUSED_SECONDS)
+            if not conflicts:
+                log.warning("pods_not_requested", service=backend.key, reason=error, retry_seconds=pause)
+        self._metrics.record_scale_request(backend.model, result)
+        queue.ask_at = asyncio.get_running_loop().time() + pause
+        queue.asking = False
+
+    async def _read_progress(self, backend: Backend, queue: _Queue) -> None:
+        queue.progress = await read_progress(backend)
+        queue.progress_at = asyncio.get_running_loop().time() + PROGRESS_SECONDS
+        queue.reading = False
+
+
+def _end(visitor: Visitor, error: Unavailable | None = None) -> None:
+    """End the wait of a request, with an error or a pod."""
+    assert visitor.released is not None, "it waits"
+    if visitor.released.done():
+        return
+    if error is None:
+        visitor.released.set_result(None)
+    else:
+        visitor.released.set_exception(error)
+
+
+def _closed() -> Unavailable:
+    return Unavailable("the router shuts down; retry, another replica may answer", retry_after_seconds=1)
+
+
+def _retry_after(scaling: Scaling | None, queue: _Queue | None, now: float) -> int:
+    """Return the seconds after which a pod may be ready: what is left of the time that the last start took."""
+    start = (scaling.start_seconds if scaling is not None else 0.0) or DEFAULT_START_SECONDS
+    passed = now - queue.began_at if queue is not None else 0.0
+    return int(min(MAX_RETRY_SECONDS, max(1.0, start - passed)))
