@@ -59,7 +59,7 @@ def test_there_is_no_router_by_default(helm: Helm) -> None:
     assert not [each for each in helm.render() if ROUTER in json.dumps(each["metadata"])]
 
 
-def test_router_brings_what_it_needs_and_may_only_list_and_watch(helm: Helm, tmp_path: Path) -> None:
+def test_router_brings_what_it_needs_and_may_only_watch_and_ask_for_pods(helm: Helm, tmp_path: Path) -> None:
     objects = added(helm)
     assert sorted(objects) == [
         "ClusterRole",
@@ -75,6 +75,7 @@ def test_router_brings_what_it_needs_and_may_only_list_and_watch(helm: Helm, tmp
     }
     assert rules == {
         ("inferenceservices",): ([contract.API_GROUP], ["list", "watch"]),
+        ("inferenceservices/scale",): ([contract.API_GROUP], ["patch"]),
         ("endpointslices",): (["discovery.k8s.io"], ["list", "watch"]),
     }
     (subject,) = objects["ClusterRoleBinding"]["subjects"]
