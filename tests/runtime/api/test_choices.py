@@ -149,8 +149,8 @@ def test_disconnect_aborts_every_choice(front: Frontend, stream: bool) -> None:
         client.sendall((head + body).encode())
         found = requests(front, 4)
         front.rank.start(*found)
-    aborted = sorted((front.rank.receive() for _ in range(4)), key=lambda message: message.uid)
-    assert aborted == [AbortRequest(uid=request.uid) for request in found]
+    aborted = [front.rank.receive() for _ in range(4)]
+    assert sorted(aborted, key=repr) == sorted((AbortRequest(uid=request.uid) for request in found), key=repr)
     assert front.metric("skiff_requests_in_flight") == 4
     for request in found:
         front.rank.finish(request.uid)

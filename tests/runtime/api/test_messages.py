@@ -19,7 +19,7 @@ from skiff_runtime.api.parsing.output_format import OutputFormat
 from skiff_runtime.api.schemas.messages_request import MessagesPromptFields
 from skiff_runtime.api.schemas.request_bodies import ChatCompletionRequest
 from skiff_runtime.errors import InternalError
-from skiff_runtime.messages import NO_TOKEN, FinishReason, GenerateRequest, RequestFailed
+from skiff_runtime.messages import NO_TOKEN, AbortRequest, FinishReason, GenerateRequest, RequestFailed
 
 PATH = "/v1/messages"
 COUNT = "/v1/messages/count_tokens"
@@ -126,7 +126,8 @@ def test_stop_sequence_is_named(front: Frontend, stream: bool) -> None:
         front.rank.generate(request.uid, "The small boat crosses")
         abort = front.rank.receive()
         content = pending.result().content
-    assert (abort.uid, request.text.stop) == (request.uid, ("wind", "boat"))
+    assert isinstance(abort, AbortRequest) and abort.uid == request.uid
+    assert request.text.stop == ("wind", "boat")
     front.rank.step([(request.uid, NO_TOKEN, FinishReason.STOP)])
     message = join_events(check_stream(content)) if stream else json.loads(content)
     assert message["content"] == [{"type": "text", "text": "The small "}]
