@@ -80,7 +80,7 @@ class EndpointSlice(KubernetesObject):
 
 
 @dataclass(frozen=True, slots=True)
-class PodState:
+class SlicePod:
     """One pod of a slice. Terminating pods are left out: they get nothing more."""
 
     address: Address
@@ -88,13 +88,13 @@ class PodState:
     ready: bool
 
 
-def pods_of(slice_: EndpointSlice) -> list[PodState]:
+def pods_of(slice_: EndpointSlice) -> list[SlicePod]:
     """Return the pods of a slice that do not terminate, at the port of the API."""
     ports = [each.port for each in slice_.ports or () if each.name == contract.API_PORT_NAME and each.port]
     if not ports:
         return []
     return [
-        PodState(
+        SlicePod(
             Address(each.addresses[0], ports[0]),
             each.target_ref.name if each.target_ref is not None else each.addresses[0],
             each.conditions.ready is not False,
@@ -125,7 +125,7 @@ class Discovery:
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
         self._models: dict[str, str] = {}
-        self._slices: dict[str, dict[str, list[PodState]]] = {}
+        self._slices: dict[str, dict[str, list[SlicePod]]] = {}
 
     def list_services(self, services: Sequence[InferenceService], namespace: str = "") -> None:
         """Replace all InferenceServices of a namespace, "" for those of all."""
@@ -166,11 +166,10 @@ class Discovery:
 
     def _put(self, service: InferenceService) -> None:
         key, model = _key(service), service.spec.model.name or service.metadata.name
+        self._registry.put(key, model).scaling = scaling_of(service)
         if self._models.get(key) != model:
             self._models[key] = model
-            self._registry.put(key, model)
             self._update(key)
-        self._registry.put(key, model).scaling = scaling_of(service)
 
     def _remove(self, key: str) -> None:
         del self._models[key]

@@ -18,8 +18,6 @@ PROBE_SECONDS: Final = 1.0
 """Interval of the probes of a pod."""
 PROBE_TIMEOUT_SECONDS: Final = 2.0
 """A pod that does not answer a probe for this long hangs: the API process of a busy one answers in milliseconds."""
-
-
 MAX_LISTED_NAMES: Final = 50
 """Models that the error for an unknown one lists."""
 
@@ -131,9 +129,7 @@ class Backend:
         best = [
             endpoint
             for endpoint in self.endpoints
-            if endpoint.ready
-            and not (endpoint.draining or endpoint.ejected or endpoint.silent or endpoint.pod.is_full)
-            and endpoint.pod.accepts_requests
+            if endpoint.is_available and not (endpoint.silent or endpoint.pod.is_full)
         ]
         return best or [endpoint for endpoint in self.endpoints if endpoint.is_available]
 

@@ -11,7 +11,7 @@ from typing import Final
 import msgspec
 
 from skiff_router.endpoints import Endpoint, Registry
-from skiff_router.upstream import ConnectionPool, Headers, UpstreamConnection, UpstreamError
+from skiff_router.upstream import ConnectionPool, Headers, UpstreamConnection, UpstreamError, format_get
 from skiff_runtime import contract, log
 from skiff_runtime.state_events import HEARTBEAT, INCLUDE_PROMPT_BLOCKS, Snapshot, StateEvent
 
@@ -192,11 +192,8 @@ class EventWatcher:
         """
         connection = await pool.connect()
         follower = _Follower(endpoint, connection)
-        key = f"authorization: Bearer {self._api_key}\r\n" if self._api_key else ""
         target = f"{contract.PATH_EVENTS}?include={INCLUDE_PROMPT_BLOCKS}"
-        connection.send(
-            (f"GET {target} HTTP/1.1\r\nhost: {endpoint.address}\r\n{key}\r\n".encode(),), follower
-        )
+        connection.send((format_get(endpoint.address, target, self._api_key),), follower)
         try:
             async with asyncio.timeout(FIRST_EVENT_SECONDS):
                 await follower.first.wait()

@@ -16,7 +16,7 @@ from typing import Final, Generic, Literal, TypeVar
 
 import msgspec
 
-from skiff_router.upstream import Address, ConnectionPool, Headers, UpstreamError
+from skiff_router.upstream import Address, ConnectionPool, Headers, UpstreamError, bearer_line
 from skiff_runtime import log
 from skiff_runtime.errors import ConfigError, SkiffError
 
@@ -240,11 +240,9 @@ class ObjectStream(Generic[ObjectT]):
         connection = self._pool.take_idle()
         if connection is None:
             connection = await self._pool.connect()
-        token = self._access.token()
-        authorization = f"authorization: Bearer {token}\r\n" if token else ""
         head = (
             f"GET {self._path}?labelSelector={self._selector}&{query} HTTP/1.1\r\nhost: {self._access.address}\r\n"
-            f"accept: application/json\r\n{authorization}\r\n"
+            f"accept: application/json\r\n{bearer_line(self._access.token())}\r\n"
         )
         connection.send((head.encode(),), receiver)
         try:

@@ -128,7 +128,7 @@ class _Bucket:
         self._refilled_at = now
 
     def resize(self, per_minute: int, now: float) -> None:
-        """Change the amount. What is left, or owed, stays."""
+        """Change the amount a minute; the level, a debt included, stays."""
         self.refill(now)
         self.capacity = float(per_minute)
         self._per_second = per_minute / _MINUTE

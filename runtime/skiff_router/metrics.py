@@ -16,7 +16,7 @@ FIRST_BYTE_BUCKETS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5
 class RouterMetrics:
     """All metrics of one router. Models that are not served have the label "", so that clients cannot add series.
 
-    Keys are known by their names, of which there are as many as the file of keys has.
+    The label `key` has the names of keys, so the file of keys bounds its values.
     """
 
     def __init__(

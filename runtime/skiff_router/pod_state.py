@@ -1,7 +1,8 @@
 """A pod as its own events describe it: load, state, and the prompt blocks that its prefix cache holds.
 
 Reports are as old as the last event. So each request that was sent since then counts, too, until a report may include it;
-and its prompt counts as cached at once, because whoever comes after it finds it so, until a report is overdue.
+and its prompt counts as cached at once, because a request that follows it to the pod finds it cached. If no report confirms
+that in time, it no longer counts.
 """
 
 from collections import deque
@@ -58,7 +59,7 @@ NO_PROMPT: Final = Prompt((), 0)
 
 
 class PodState:
-    """What a pod has reported. Without a stream of events, ``load`` is None and nothing is known to be cached."""
+    """The reports of one pod. Without a stream of events, ``load`` is None and no block counts as cached."""
 
     def __init__(self) -> None:
         self.load: PodLoad | None = None
@@ -70,7 +71,7 @@ class PodState:
         self.unseen_tokens = 0
         """Tokens that these will have to compute."""
         self.free_at = 0.0
-        """When the work that the last report includes is expected to be done, by the clock of the reports."""
+        """Expected end of the work in the last report, by the clock of the reports."""
         self.reported_tokens = 0.0
         """Tokens to compute that the last report includes."""
         self.unseen_seconds = 0.0
@@ -145,7 +146,7 @@ class PodState:
                     self.prompt_blocks.add(block)
 
     def record_request(self, now: float, tokens: int) -> None:
-        """Record a request that is sent at ``now``, of which the pod has to compute ``tokens``."""
+        """Record a request that is sent at ``now`` and has ``tokens`` that are not cached at the pod."""
         if self.load is None:
             return  # no report would ever include it
         self._unseen.append((now, tokens))

@@ -104,7 +104,7 @@ class PrefixAware:
         return near[int(self._random() * len(near))]
 
     def _select_candidates(self, endpoints: Sequence[Endpoint], blocks: Sequence[int]) -> list[Endpoint]:
-        """Return some of many pods: those that hold most of the prompt, and others of which one is likely to be idle."""
+        """Return a sample of the pods: half from those that hold most of the prompt, half from all, so that an idle one is likely."""
         half = MAX_COMPARED // 2
         holders: Sequence[Endpoint] = endpoints
         low, high = 0, len(blocks)

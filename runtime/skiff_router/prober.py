@@ -5,37 +5,16 @@ A pod is probed every ``PROBE_SECONDS``. The API process of a busy pod answers w
 """
 
 import asyncio
-import contextlib
 from typing import Final
 
 from skiff_router.endpoints import PROBE_SECONDS, PROBE_TIMEOUT_SECONDS, Endpoint, Registry
 from skiff_router.proxy import Exchanges
-from skiff_router.upstream import ConnectionPool, Headers, UpstreamConnection, UpstreamError
+from skiff_router.upstream import ConnectionPool, UpstreamError, format_get
+from skiff_router.whole_response import fetch
 from skiff_runtime import contract, log
 
 MAX_CONCURRENT_PROBES: Final = 64
-
-
-class _Status:
-    """The receiver of a probe's response: its status, and nothing else."""
-
-    def __init__(self) -> None:
-        self.outcome: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._status = 0
-
-    def on_head(self, status: int, headers: Headers) -> None:
-        self._status = status
-
-    def on_data(self, data: bytes) -> None:
-        pass
-
-    def on_end(self) -> None:
-        if not self.outcome.done():
-            self.outcome.set_result(self._status)
-
-    def on_failure(self, error: UpstreamError) -> None:
-        if not self.outcome.done():
-            self.outcome.set_exception(error)
+MAX_RESPONSE_BYTES: Final = 1 << 20
 
 
 class Prober:
@@ -63,8 +42,7 @@ class Prober:
     async def _probe(self, endpoint: Endpoint) -> None:
         async with self._slots:
             try:
-                async with asyncio.timeout(PROBE_TIMEOUT_SECONDS):
-                    status = await self._get(endpoint)
+                status = await self._get(endpoint)
             except TimeoutError:
                 self._eject(endpoint, f"no answer to a probe within {PROBE_TIMEOUT_SECONDS:g} s", hangs=True)
                 return
@@ -87,20 +65,8 @@ class Prober:
             self._exchanges.fail(endpoint, f"the pod hangs: {reason}")
 
     async def _get(self, endpoint: Endpoint) -> int:
+        """Return the status of the readiness path."""
         pool = self._pools.setdefault(endpoint, ConnectionPool(endpoint.address))
-        connection = pool.take_idle()
-        if connection is not None:
-            with contextlib.suppress(UpstreamError):  # it was idle, and may have ended at this moment
-                return await self._get_on(endpoint, connection)
-        return await self._get_on(endpoint, await pool.connect())
-
-    async def _get_on(self, endpoint: Endpoint, connection: UpstreamConnection) -> int:
-        receiver = _Status()
-        key = f"authorization: Bearer {self._api_key}\r\n" if self._api_key else ""
-        head = f"GET {contract.PATH_READYZ} HTTP/1.1\r\nhost: {endpoint.address}\r\n{key}\r\n"
-        connection.send((head.encode(),), receiver)
-        try:
-            return await receiver.outcome
-        except asyncio.CancelledError:
-            connection.abort(receiver)
-            raise
+        request = format_get(endpoint.address, contract.PATH_READYZ, self._api_key)
+        status, _ = await fetch(pool, request, seconds=PROBE_TIMEOUT_SECONDS, limit=MAX_RESPONSE_BYTES)
+        return status

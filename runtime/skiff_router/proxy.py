@@ -26,10 +26,9 @@ from skiff_router.request import (
     read_body,
     read_header_model,
     replace_model,
-    wants_stream,
 )
 from skiff_router.retries import MAX_ATTEMPTS, RetryBudget
-from skiff_router.upstream import Failure, UpstreamConnection, UpstreamError
+from skiff_router.upstream import Failure, UpstreamConnection, UpstreamError, bearer_line
 from skiff_router.waiting_room import Visitor, WaitingRoom
 from skiff_runtime import contract, log
 from skiff_runtime.api.http.anthropic_errors import ANTHROPIC_PATHS, anthropic_error
@@ -209,6 +208,7 @@ class _RoutedRequest:
         self._model = ""
         self._service = ""
         self._prompt = NO_PROMPT
+        self._wants_stream = False
         self._attempts = 0
         self._pod = ""
 
@@ -237,6 +237,7 @@ class _RoutedRequest:
         backend = self._context.registry.find(fields.model)
         self._model, self._service = backend.model, backend.key
         self._prompt = self._read_prompt(fields, backend)
+        self._wants_stream = fields.wants_stream
         if fields.model != backend.model and not is_native:
             self._body = replace_model(self._body, backend.model)
         return backend
@@ -258,7 +259,7 @@ class _RoutedRequest:
         for _ in range(MAX_ROUNDS):
             if self._context.room.must_wait(backend):
                 if visitor is None:
-                    report = self._report_progress if wants_stream(self._body) else _ignore
+                    report = self._report_progress if self._wants_stream else _ignore
                     visitor = Visitor(body_bytes=len(self._body), on_progress=report)
                 await self._context.room.wait(backend, visitor)
             self._attempts = 0
@@ -383,8 +384,8 @@ class _RoutedRequest:
         for name, value in scope["headers"]:
             if name not in _NOT_FORWARDED and (settings.forward_credentials or name not in _CREDENTIALS):
                 lines.append(b"%b: %b\r\n" % (name, value))
-        if settings.backend_key and not settings.forward_credentials:
-            lines.append(b"authorization: Bearer %b\r\n" % settings.backend_key.encode())
+        if not settings.forward_credentials:
+            lines.append(bearer_line(settings.backend_key).encode())
         lines.append(_REPORT_USAGE)
         lines.append(b"x-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (self._id.encode(), len(self._body)))
         return b"".join(lines), self._body

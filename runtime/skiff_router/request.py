@@ -17,9 +17,15 @@ MODEL_HEADER: Final = b"x-skiff-model"
 
 
 class RoutedBody(PromptFields):
-    """The fields that choose a pod; those of the prompt as JSON text."""
+    """The fields that choose a pod, and ``stream``; all but the model as JSON text, which the pod validates."""
 
     model: str = ""
+    stream: msgspec.Raw = msgspec.Raw(b"")
+
+    @property
+    def wants_stream(self) -> bool:
+        """Return whether the client expects a stream of events."""
+        return bytes(self.stream) == b"true"
 
 
 _DECODER = msgspec.json.Decoder(RoutedBody)
@@ -62,18 +68,6 @@ def read_body(body: bytes, *, model: str = "") -> RoutedBody:
     elif not fields.model:
         raise InvalidRequest("'model' is missing; GET /v1/models lists the models", param="model")
     return fields
-
-
-class _StreamBody(msgspec.Struct):
-    stream: bool | None = None
-
-
-def wants_stream(body: bytes) -> bool:
-    """Return whether a body, which ``read_body`` has read, asks for a stream of events."""
-    try:
-        return bool(msgspec.json.decode(body, type=_StreamBody).stream)
-    except msgspec.DecodeError:
-        return False  # the pod will refuse it
 
 
 def replace_model(body: bytes, model: str) -> bytes:

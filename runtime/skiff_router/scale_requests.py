@@ -1,7 +1,7 @@
 """Asks for pods: writes the number of pods of an InferenceService by its subresource ``scale``.
 
 That subresource reaches the number alone, so the router needs no right to change anything else of an InferenceService. Each
-request names the version that the router has seen: a number that somebody has raised meanwhile is not lowered.
+request names the version that the router has seen: a number that was raised meanwhile is not lowered.
 """
 
 from typing import Final
@@ -10,7 +10,7 @@ import msgspec
 
 from skiff_router.endpoints import Backend
 from skiff_router.kubernetes_watch import ApiError, ClusterAccess
-from skiff_router.upstream import ConnectionPool
+from skiff_router.upstream import ConnectionPool, bearer_line
 from skiff_router.whole_response import fetch
 from skiff_runtime import contract
 
@@ -42,12 +42,10 @@ class ScaleRequester:
                 "spec": {"replicas": replicas},
             }
         )
-        token = self._access.token()
-        authorization = f"authorization: Bearer {token}\r\n" if token else ""
         head = (
             f"PATCH {path}?fieldManager=skiff-router HTTP/1.1\r\nhost: {self._access.address}\r\n"
             f"content-type: application/merge-patch+json\r\ncontent-length: {len(body)}\r\n"
-            f"accept: application/json\r\n{authorization}\r\n"
+            f"accept: application/json\r\n{bearer_line(self._access.token())}\r\n"
         )
         status, answer = await fetch(self._pool, head.encode() + body, seconds=_SECONDS, limit=_MAX_BYTES)
         if status >= 300:

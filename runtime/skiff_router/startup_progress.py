@@ -5,7 +5,7 @@ from typing import Final
 import msgspec
 
 from skiff_router.endpoints import Backend, Endpoint
-from skiff_router.upstream import UpstreamError
+from skiff_router.upstream import UpstreamError, format_get
 from skiff_router.whole_response import fetch
 from skiff_runtime import contract
 
@@ -56,9 +56,9 @@ async def read_progress(backend: Backend) -> str:
 
 
 async def _read(endpoint: Endpoint) -> str:
-    request = f"GET {contract.PATH_STARTUPZ} HTTP/1.1\r\nhost: {endpoint.address}\r\n\r\n"
+    request = format_get(endpoint.address, contract.PATH_STARTUPZ)
     try:
-        status, body = await fetch(endpoint.pool, request.encode(), seconds=_SECONDS, limit=_MAX_BYTES)
+        status, body = await fetch(endpoint.pool, request, seconds=_SECONDS, limit=_MAX_BYTES)
         return describe(body) if status == 200 else STARTING
     except (UpstreamError, TimeoutError, msgspec.DecodeError):
         return STARTING  # it may not listen yet

@@ -37,6 +37,16 @@ class Address(NamedTuple):
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
+def bearer_line(key: str) -> str:
+    """Return the header line of an API key or a token; "" without one."""
+    return f"authorization: Bearer {key}\r\n" if key else ""
+
+
+def format_get(address: Address, target: str, key: str = "") -> bytes:
+    """Return a GET request. ``target``: the path, with its query. ``key``: an API key or a token, "" for none."""
+    return f"GET {target} HTTP/1.1\r\nhost: {address}\r\n{bearer_line(key)}\r\n".encode()
+
+
 class Failure(StrEnum):
     """Why an exchange ended without a complete response."""
 
@@ -200,7 +210,7 @@ class UpstreamConnection(asyncio.Protocol):
             self.close()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Collect a header; after the body these are trailers, of which a few are kept."""
+        """Collect a header. Those behind the body are trailers; the first ``MAX_TRAILERS`` are kept."""
         if self._in_head:
             self._headers.append((name.lower(), value))
         elif len(self.trailers) < MAX_TRAILERS:

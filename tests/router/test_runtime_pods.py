@@ -7,7 +7,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from frontend import NAME, Echo, Frontend, running_frontend, write_model
+from frontend import NAME, Frontend, echoing_frontend, write_model
 from routers import make_config, router, run, until
 
 from skiff_router.upstream import Address
@@ -25,11 +25,8 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.fixture(scope="module")
 def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Frontend]:
-    with running_frontend(write_model(tmp_path_factory.mktemp("model"))) as front:
-        echo = Echo(front.rank)
-        echo.start()
+    with echoing_frontend(write_model(tmp_path_factory.mktemp("model"))) as front:
         yield front
-        echo.stop()
 
 
 def test_tokens_of_every_endpoint_are_counted_as_the_runtime_counts_them(

@@ -286,6 +286,16 @@ def running_frontend(model: Path, *, ready: bool = True, **options: object) -> I
         shutil.rmtree(run_dir)
 
 
+@contextmanager
+def echoing_frontend(model: Path, **options: object) -> Iterator[Frontend]:
+    """Start the frontend processes, with an ``Echo`` behind them."""
+    with running_frontend(model, **options) as front:  # type: ignore[arg-type]
+        echo = Echo(front.rank)
+        echo.start()
+        yield front
+        echo.stop()
+
+
 def _roles(tokenizers: int) -> list[tuple[Role, int]]:
     return [
         (Role.API, 0),

@@ -7,7 +7,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from frontend import NAME, Echo, Frontend, running_frontend, write_model
+from frontend import NAME, Frontend, echoing_frontend, write_model
 from jsonschema.protocols import Validator
 
 from skiff_runtime import contract
@@ -80,11 +80,8 @@ INVALID: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.fixture(scope="module")
 def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Frontend]:
-    with running_frontend(write_model(tmp_path_factory.mktemp("model"))) as front:
-        echo = Echo(front.rank)
-        echo.start()
+    with echoing_frontend(write_model(tmp_path_factory.mktemp("model"))) as front:
         yield front
-        echo.stop()
 
 
 @pytest.fixture(scope="module")

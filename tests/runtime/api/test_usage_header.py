@@ -8,7 +8,7 @@ from typing import Any
 
 import httptools
 import pytest
-from frontend import NAME, TIMEOUT_SECONDS, Echo, Frontend, running_frontend, write_model
+from frontend import NAME, TIMEOUT_SECONDS, Frontend, echoing_frontend, write_model
 
 from skiff_runtime.api.http.usage_header import TokenCounts, parse_usage_header
 
@@ -17,11 +17,8 @@ TEXT = "boats and more boats " * 8
 
 @pytest.fixture(scope="module")
 def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Frontend]:
-    with running_frontend(write_model(tmp_path_factory.mktemp("model"))) as front:
-        echo = Echo(front.rank)
-        echo.start()
+    with echoing_frontend(write_model(tmp_path_factory.mktemp("model"))) as front:
         yield front
-        echo.stop()
 
 
 @dataclass

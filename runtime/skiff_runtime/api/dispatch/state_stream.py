@@ -183,7 +183,7 @@ class StateStream:
         """
         self.check_has_room()
         subscriber = Subscriber(writer, prompt_blocks, kv_blocks)
-        self._flush()  # the others get what has changed until now, which the snapshot includes
+        self.flush_now()  # the others get what has changed until now, which the snapshot includes
         self._subscribers[subscriber] = None
         self._watch()
         self._send_snapshot(subscriber)
@@ -238,13 +238,9 @@ class StateStream:
         loop = asyncio.get_running_loop()
         wait = self._flushed_at + MIN_INTERVAL_SECONDS - loop.time()
         if wait <= 0:
-            self._flush()
+            self.flush_now()
         elif self._timer is not None and self._timer.when() > loop.time() + wait:
             self._set_timer(wait)
-
-    def flush_now(self) -> None:
-        """Send what has changed at once: the pod begins to drain."""
-        self._flush()
 
     def _set_timer(self, seconds: float) -> None:
         if self._timer is not None:
@@ -253,10 +249,10 @@ class StateStream:
 
     def _tick(self) -> None:
         self._timer = None
-        self._flush()
+        self.flush_now()
 
-    def _flush(self) -> None:
-        """Send changes, or a comment where there are none."""
+    def flush_now(self) -> None:
+        """Send what has changed at once, or a comment if nothing has."""
         prompts, blocks = self._mirror.take_prompts(), self._mirror.take_blocks()
         if not self._subscribers:
             return
@@ -326,16 +322,24 @@ class StateStream:
         if self._unwatch is not None:
             self._unwatch.cancel()
             self._unwatch = None
-        prompts = self._watched.prompts or any(each.prompt_blocks for each in self._subscribers)
-        blocks = self._watched.blocks or any(each.kv_blocks for each in self._subscribers)
-        self._set_watched(WatchCache(prompts=prompts, blocks=blocks))
+        wanted = self._find_wanted()
+        self._set_watched(
+            WatchCache(
+                prompts=self._watched.prompts or wanted.prompts, blocks=self._watched.blocks or wanted.blocks
+            )
+        )
 
     def _end_watch(self) -> None:
-        """Record no longer what no subscriber wants to know."""
+        """Stop recording what no subscriber wants to know."""
         self._unwatch = None
-        prompts = any(each.prompt_blocks for each in self._subscribers)
-        blocks = any(each.kv_blocks for each in self._subscribers)
-        self._set_watched(WatchCache(prompts=prompts, blocks=blocks))
+        self._set_watched(self._find_wanted())
+
+    def _find_wanted(self) -> WatchCache:
+        """Return what the present subscribers want to know of the cache."""
+        return WatchCache(
+            prompts=any(each.prompt_blocks for each in self._subscribers),
+            blocks=any(each.kv_blocks for each in self._subscribers),
+        )
 
     def _set_watched(self, watched: WatchCache) -> None:
         if watched == self._watched:

@@ -3,6 +3,7 @@
 Tokens are random numbers, so that different texts share nothing; a token has ``BYTES_PER_TOKEN`` bytes of text.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final, Protocol
@@ -65,8 +66,47 @@ def _lengths(random: np.random.Generator, mean: float) -> int:
     return max(1, int(random.lognormal(np.log(mean) - 0.32, 0.8)))
 
 
-class Chat:
-    """Conversations with growing histories, under one of 8 system prompts of 500 tokens; people think for 4 s."""
+class _Conversations(ABC):
+    """Base of sessions whose prompts are the whole history: the last prompt, its answer, and something new."""
+
+    def make_session(self, random: np.random.Generator, *, running: bool) -> Session:
+        """Return a conversation."""
+        session = Session()
+        session.turns = self._take_turns(session, random, running=running)
+        return session
+
+    @abstractmethod
+    def _take_turns(
+        self, session: Session, random: np.random.Generator, *, running: bool
+    ) -> Iterator[tuple[float, SimulatedRequest]]:
+        """Yield each request with the seconds before it."""
+
+
+def _continue_history(
+    session: Session,
+    random: np.random.Generator,
+    history: Int32,
+    *,
+    turns: int,
+    running: bool,
+    prompt_tokens: float,
+    output_tokens: float,
+    pause_seconds: float,
+) -> Iterator[tuple[float, SimulatedRequest]]:
+    """Yield the requests of one conversation that begins with ``history``; new tokens and pauses are means."""
+    past = int(random.integers(turns)) if running else 0
+    key = int(random.integers(1 << 62))
+    for turn in range(turns):
+        prompt = np.concatenate([history, _text(random, _lengths(random, prompt_tokens))])
+        output = _text(random, _lengths(random, output_tokens))
+        history = np.concatenate([prompt, output])
+        if turn >= past:
+            pause = float(random.exponential(pause_seconds)) if turn else 0.0
+            yield pause, SimulatedRequest(session, prompt, output, key)
+
+
+class Chat(_Conversations):
+    """Conversations of 1 to 24 turns, 6 on average, under one of 8 system prompts of 500 tokens; people think for 4 s."""
 
     requests_per_session = 6.0
     session_seconds = 36.0
@@ -74,29 +114,23 @@ class Chat:
     def __init__(self, random: np.random.Generator) -> None:
         self._systems = [_text(random, 500) for _ in range(8)]
 
-    def make_session(self, random: np.random.Generator, *, running: bool) -> Session:
-        """Return a conversation of 1 to 24 turns, 6 on average."""
-        session = Session()
-        session.turns = self._take_turns(session, random, running=running)
-        return session
-
     def _take_turns(
         self, session: Session, random: np.random.Generator, *, running: bool
     ) -> Iterator[tuple[float, SimulatedRequest]]:
-        history = self._systems[int(random.integers(len(self._systems)))]
-        count = min(24, int(random.geometric(1 / self.requests_per_session)))
-        past = int(random.integers(count)) if running else 0
-        key = int(random.integers(1 << 62))
-        for turn in range(count):
-            prompt = np.concatenate([history, _text(random, _lengths(random, 120))])
-            output = _text(random, _lengths(random, 250))
-            history = np.concatenate([prompt, output])
-            if turn >= past:
-                think = float(random.exponential(4.0)) if turn else 0.0
-                yield think, SimulatedRequest(session, prompt, output, key)
+        system = self._systems[int(random.integers(len(self._systems)))]
+        yield from _continue_history(
+            session,
+            random,
+            system,
+            turns=min(24, int(random.geometric(1 / self.requests_per_session))),
+            running=running,
+            prompt_tokens=120,
+            output_tokens=250,
+            pause_seconds=4.0,
+        )
 
 
-class Agents:
+class Agents(_Conversations):
     """Agents under 16 system prompts of 6,000 tokens, some much more used than others, which call tools 10 times."""
 
     requests_per_session = 10.0
@@ -107,27 +141,20 @@ class Agents:
         self._weights = 1 / np.arange(1, 17)
         self._weights /= self._weights.sum()
 
-    def make_session(self, random: np.random.Generator, *, running: bool) -> Session:
-        """Return a task."""
-        session = Session()
-        session.turns = self._take_turns(session, random, running=running)
-        return session
-
     def _take_turns(
         self, session: Session, random: np.random.Generator, *, running: bool
     ) -> Iterator[tuple[float, SimulatedRequest]]:
-        history = self._systems[int(random.choice(16, p=self._weights))]
-        past = int(random.integers(10)) if running else 0
-        key = int(random.integers(1 << 62))
-        for turn in range(10):
-            prompt = np.concatenate([history, _text(random, _lengths(random, 400))])
-            output = _text(random, _lengths(random, 120))
-            history = np.concatenate([prompt, output])
-            if turn >= past:
-                yield (
-                    (float(random.exponential(1.5)) if turn else 0.0),
-                    SimulatedRequest(session, prompt, output, key),
-                )
+        system = self._systems[int(random.choice(16, p=self._weights))]
+        yield from _continue_history(
+            session,
+            random,
+            system,
+            turns=10,
+            running=running,
+            prompt_tokens=400,
+            output_tokens=120,
+            pause_seconds=1.5,
+        )
 
 
 class FewShot:
