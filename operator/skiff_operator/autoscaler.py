@@ -4,8 +4,8 @@ Only the leader runs it. Each service is looked at once in every interval, and l
 pods which do not answer delay no other service. Services without autoscaling cost a look at the cache.
 
 The number is written to `spec.replicas` by the subresource `scale`, at the version of the InferenceService that the cache
-holds. If somebody else, such as a router with waiting requests, has written meanwhile, the write is refused and the next
-look decides anew. What is known of the past is not needed for that: a new leader begins with an empty memory, and removes no
+holds. If another client, such as a router with waiting requests, has written meanwhile, the write is refused and the next
+look decides anew. The history of loads is not kept beyond the leader: a new one begins with an empty memory, and removes no
 pods before it has watched for the whole delay.
 """
 
@@ -43,7 +43,7 @@ _RETRY_SECONDS: Final = 10.0
 
 
 class _Service(msgspec.Struct):
-    """What is known of the past of one service.
+    """The history of one service.
 
     `replicas`: the number of pods at the last look, None before the first. `version`: the resource version of the last
     write. `not_before`: the time until which a refused write is not repeated.

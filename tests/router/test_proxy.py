@@ -355,7 +355,7 @@ def test_malformed_deadline_is_refused_here() -> None:
 
 
 def test_router_ends_when_a_task_in_the_background_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would otherwise route to pods that hang, for nobody probes them."""
+    """Without its prober it would go on routing to pods that hang."""
 
     async def fail(prober: Prober) -> None:
         raise RuntimeError("a bug")

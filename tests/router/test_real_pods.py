@@ -1,4 +1,4 @@
-"""The router in front of real runtimes on the CPU: who has a prefix gets its requests, by the pods' own counts of hits."""
+"""The router in front of real runtimes on the CPU: requests go to the pod that has their prefix, by its own count of hits."""
 
 import asyncio
 import signal

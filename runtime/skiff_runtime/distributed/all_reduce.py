@@ -49,8 +49,8 @@ NANOSECONDS: Final = 1_000_000_000
 T = TypeVar("T")
 DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
 DETACHED_ADDRESS: Final = 1 << 40
-"""The address of the memory of absent ranks: of as many bits and as aligned as those of GPUs, for which kernels are
-compiled."""
+"""Stands for the memory of absent ranks. It has the width and the alignment of real addresses, so that kernels are compiled
+for the same arguments."""
 
 Agree = Callable[[bool], bool]
 """Returns whether all ranks pass True; also a barrier."""
@@ -222,7 +222,7 @@ class PeerToPeerAllReduce:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Multiply x [1, inputs] with matrix [n, inputs] and do what ``add_rms_norm`` does, where ``can_fuse_gemv`` is true.
 
-        ``next_matrix`` is the one that will be multiplied next, of which a part is prefetched.
+        A part of ``next_matrix``, that of the next product, is prefetched.
         """
         return gemv_all_reduce_add_rms_norm(
             x.contiguous(), matrix, residual.contiguous(), weight, eps, self._memory, next_matrix=next_matrix

@@ -116,7 +116,7 @@ class TensorParallelGroup:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (the RMSNorm of the total, the total) of x [1, inputs] times matrix [n, inputs], summed, and the residual.
 
-        For products of which ``can_fuse_linear`` is true. The total has the bits of the product by a GEMV with the same tile and
+        For products that ``can_fuse_linear`` allows. The total has the bits of the product by a GEMV with the same tile and
         ``all_reduce``, and the norm is that of ``add_rms_norm`` up to the rounding of a float32 sum; both have the same
         bits on every rank. A part of ``next_matrix``, that of the next product, is prefetched meanwhile.
         """

@@ -106,7 +106,7 @@ class GemvAllReduceTuning:
     """The bytes of the next product's weight that are prefetched beside the norm, at most; 0 for none."""
     prefetch_programs: int
     prefetch_row_stride: int
-    """Every so many rows one is prefetched."""
+    """Distance from one prefetched row to the next, in rows."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -250,7 +250,7 @@ class RadixCache(PrefixCache):
         return self._events.take()
 
     def _forget_hashes(self) -> None:
-        """Drop all hashes: those of nodes that were added while nobody watched are missing."""
+        """Drop all hashes: nodes that were added while the cache was not watched have none."""
         stack = list(self._root.children.values())
         while stack:
             node = stack.pop()

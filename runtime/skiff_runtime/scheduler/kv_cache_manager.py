@@ -65,7 +65,7 @@ class KVCacheManager:
         return match
 
     def estimate_uncached_tokens(self, request: Request) -> int:
-        """Return how many tokens of a request are to be computed; all of them if nobody watches the cache."""
+        """Return the number of tokens of a request that are not cached; all of them while the cache is not watched."""
         if not self._cache.is_watched:
             return len(request.tokens)
         cached = self._cache.count_cached_pages(request.cacheable_tokens, salt=request.salt)

@@ -67,7 +67,7 @@ def make_choice_writers(
     request_id: str,
     trailed: TrailedSend | None = None,
 ) -> Sequence[ChoiceWriter]:
-    """Return a writer for each choice of a request, all of which write into one response.
+    """Return a writer for each choice of a request. All of them write into one response.
 
     ``trailed``: the ``send`` of ``writer``, for a request whose response reports its token counts by ``X-Skiff-Usage``.
     """

@@ -218,7 +218,7 @@ class SimulatedPod:
             self._step = None
 
     def _admit(self, budget: int) -> None:
-        """Give slots and pages to waiting requests, in their order, as many as the next step can begin to compute."""
+        """Give slots and pages to the first waiting requests, up to the number that the next step can begin to compute."""
         planned = self._count_prefill_tokens()
         while self._waiting and planned < budget:
             if len(self._prefilling) + len(self._finishes) >= self._max_running:

@@ -42,7 +42,7 @@ POLICIES: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSpec:
-    """What is simulated. ``rate``: requests a second of one pod; ``seconds``: time in which sessions begin."""
+    """The simulated cluster and its load. ``rate``: requests a second of one pod; ``seconds``: time in which sessions begin."""
 
     pods: int
     routers: int

@@ -3,8 +3,8 @@
 The problem: in a decode step of one token, the sum behind a row-parallel product starts when the last program of the
 GEMV has stored its output, loads what it stored, and only then sends it. The idea (fusing a product with its
 collective: FLUX, Chang et al., 2024): every program of the GEMV stores its output, as an LL word, in the memory of all
-ranks, this one included, so that a product is on its way while others are being computed. A second kernel, of which one
-program receives the words of all ranks, sums them in rank order, adds the residual and normalizes. It starts as soon as
+ranks, this one included, so that a product is on its way while others are being computed. One program
+of a second kernel receives the words of all ranks, sums them in rank order, adds the residual and normalizes. It starts as soon as
 all programs of the GEMV run, and polls while they compute. In the meantime, and while the sum crosses NVLink, the memory
 is idle; other programs of the second kernel then prefetch the weight of the next product.
 

@@ -108,7 +108,7 @@ def qk_norm_rope_store_kv_kernel(
 
 
 def launches_dependents_late(tokens: int) -> bool:
-    """Return whether the kernel behind a launch for so many tokens starts only when all kernels ahead of both have ended.
+    """Return whether a launch for ``tokens`` lets the next kernel start only when all kernels ahead of both have ended.
 
     It can then read what those wrote before its own wait, such as the page table.
     """
