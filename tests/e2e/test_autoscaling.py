@@ -62,21 +62,21 @@ asyncio.run(main())
 def routed(kube: Kube, client: str, helm: Helm, operator: Kube) -> Iterator[str]:
     """A service at zero replicas behind the chart's routers. Returns the client's pod."""
     release = [RELEASE, str(CHART), "--namespace", operator.namespace, "--reuse-values"]
-    helm.run("upgrade", *release, "--wait", "--timeout", "4m", "--set", "router.enabled=true")
-    operator.run("rollout", "status", f"deployment/{ROUTER}", "--timeout=180s", timeout_seconds=210)
-    policy = {
-        "minReplicas": 0,
-        "maxReplicas": 1,
-        "targets": {"concurrency": 64},
-        "scaleDownDelaySeconds": 5,
-        "scaleToZeroAfterSeconds": IDLE_SECONDS,
-    }
-    model = {"uri": "demo://", "name": NAME}
-    kube.apply(inference_service(NAME, model=model, replicas=0, autoscaling=policy))
-    kube.wait_ready(NAME)
-    yield client
-    kube.run("delete", "infsvc", NAME, "--timeout=120s", timeout_seconds=150)
-    helm.run("upgrade", *release, "--wait", "--timeout", "4m", "--set", "router.enabled=false")
+    with helm.values_restored(namespace=operator.namespace):
+        helm.run("upgrade", *release, "--wait", "--timeout", "4m", "--set", "router.enabled=true")
+        operator.run("rollout", "status", f"deployment/{ROUTER}", "--timeout=180s", timeout_seconds=210)
+        policy = {
+            "minReplicas": 0,
+            "maxReplicas": 1,
+            "targets": {"concurrency": 64},
+            "scaleDownDelaySeconds": 5,
+            "scaleToZeroAfterSeconds": IDLE_SECONDS,
+        }
+        model = {"uri": "demo://", "name": NAME}
+        kube.apply(inference_service(NAME, model=model, replicas=0, autoscaling=policy))
+        kube.wait_ready(NAME)
+        yield client
+        kube.run("delete", "infsvc", NAME, "--timeout=120s", timeout_seconds=150)
 
 
 def replicas(kube: Kube) -> int:

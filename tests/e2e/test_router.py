@@ -89,17 +89,17 @@ def routed(kube: Kube, client: str, helm: Helm, operator: Kube) -> Iterator[str]
         kube.apply(inference_service(name, model=model, networkPolicy={}))
     for name in NAMES:
         kube.wait_ready(name)
-    upgrade(
-        helm,
-        operator,
-        "router.enabled=true",
-        "router.drainTimeoutSeconds=30",
-        "router.exclusive=true",
-        "router.usageLog=true",
-    )
-    wait(lambda: len(routers(operator)) == 2, timeout_seconds=60)
-    yield client
-    upgrade(helm, operator, "router.enabled=false", "router.exclusive=false", 'router.apiKeysSecret.name=""')
+    with helm.values_restored(namespace=operator.namespace):
+        upgrade(
+            helm,
+            operator,
+            "router.enabled=true",
+            "router.drainTimeoutSeconds=30",
+            "router.exclusive=true",
+            "router.usageLog=true",
+        )
+        wait(lambda: len(routers(operator)) == 2, timeout_seconds=60)
+        yield client
     operator.run("delete", "secret", KEYS, "--ignore-not-found")
     kube.run("delete", "infsvc", *NAMES, "--timeout=120s", timeout_seconds=150)
 

@@ -46,9 +46,13 @@ PROBE: Final = {
 ALLOWED_ERRORS: Final = {
     "queue_full": ("flood",),
     "invalid_grammar": ("tokenizing",),
-    "request_timeout": ("queued", "flood"),
+    "request_timeout": ("queued", "flood", "tokenizing"),
 }
-"""Error codes that a survivable fault may cause, with the stages at which it may."""
+"""Error codes that a survivable fault may cause, with the stages at which it may.
+
+A request at the tokenizing stage waits for the successor of its grammar compiler, which a busy machine may start later
+than the request's deadline.
+"""
 
 PROCESSES: Final = ("api", "tokenizer0", "detokenizer", "rank0", "rank1", "grammar")
 

@@ -1,9 +1,11 @@
 """The real helm program, which renders the chart and installs it on a test API server."""
 
+import contextlib
 import functools
 import json
 import subprocess
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -53,6 +55,20 @@ class Helm:
     def upgrade(self, *values: str, release: str = RELEASE, namespace: str = NAMESPACE) -> None:
         """Upgrade a release to the chart as it is, with these values alone."""
         self.run("upgrade", release, str(CHART), "--namespace", namespace, *_sets(values))
+
+    @contextlib.contextmanager
+    def values_restored(self, release: str = RELEASE, namespace: str = NAMESPACE) -> Iterator[None]:
+        """Give the release back, at the end, the values that it has at the beginning."""
+        where = ["--namespace", namespace]
+        before = self.run("get", "values", release, *where, "--output", "json")
+        yield
+        with tempfile.NamedTemporaryFile("w", suffix=".json") as values:
+            values.write(before)
+            values.flush()
+            waiting = ["--wait", "--timeout", "4m"]
+            self.run(
+                "upgrade", release, str(CHART), *where, *waiting, "--reset-values", "--values", values.name
+            )
 
     def uninstall(self, release: str = RELEASE, namespace: str = NAMESPACE) -> None:
         """Remove a release."""

@@ -90,6 +90,7 @@ class Strangers:
         self._before: dict[ObjectKey, str] = {}
         no_pods = {"metadata": {"name": "no-pods"}, "spec": {"hard": {"pods": "0"}}}
         cluster.create("resourcequotas", no_pods)
+        eventually(lambda: cluster.find("serviceaccounts", "default"), "the namespace's default account")
         owner = cluster.create("leases", {"metadata": {"name": "owner"}})
         self._owner = {
             "apiVersion": "coordination.k8s.io/v1",
