@@ -52,13 +52,15 @@ class Record(NamedTuple):
 class DesiredState(msgspec.Struct, frozen=True):
     """The desired state of one generation: the hash of each child, the pods' revision, and the children that pods mount.
 
-    The hash of a Deployment stands for its template by the template's revision, which `target` chose.
+    The hash of a Deployment stands for its template by the template's revision, which `target` chose. `held`: the new pods
+    are a canary.
     """
 
     digests: dict[tuple[Kind, str], str]
     revision: str
     used: frozenset[tuple[Kind, str]] = frozenset()
     target: Target | None = None
+    held: bool = False
 
     @property
     def deployed(self) -> str:

@@ -79,10 +79,12 @@ def desired_state(
     *,
     rollout: RolloutPolicy | None = None,
     choice: Choice | None = None,
+    held: bool = False,
 ) -> DesiredState:
     """Reduce built objects to the part that the cache keeps.
 
-    `target`: the revision in force, else the one just built; `choice`: the strategy that was chosen under `rollout`.
+    `target`: the revision in force, else the one just built; `choice`: the strategy that was chosen under `rollout`;
+    `held`: it is a canary.
     """
     made = built_deployment(built)
     used = workload.used_by(made["spec"]["template"]["spec"])
@@ -94,9 +96,10 @@ def desired_state(
         if obj is made:
             digests[(CONTROLLER_REVISION, target.name)] = ""  # its data never changes
             obj = deployment.with_template(made, deployment.placeholder(target.deployed), target.spec_hash)
-            obj = deployment.with_strategy(obj, rollout or RolloutPolicy(), choice)
+            obj = deployment.with_strategy(obj, rollout or RolloutPolicy(), choice, held=held)
         digests[key] = digest_annotation(obj)
-    return DesiredState(digests, target.revision, used if target.used is None else target.used, target)
+    used = used if target.used is None else target.used
+    return DesiredState(digests, target.revision, used, target, held)
 
 
 def built_deployment(built: Objects) -> dict[str, Any]:

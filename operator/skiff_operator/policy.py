@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from skiff_operator import model_uri, rollout_strategy
+from skiff_operator import canary, model_uri, rollout_strategy
 from skiff_operator.errors import InvalidSpec
 from skiff_operator.resources import containers, overlay
 from skiff_operator.settings import Settings
@@ -34,6 +34,7 @@ def check(service: InferenceService, settings: Settings) -> None:
     _check_gpus(service, settings)
     _check_engine(service, settings)
     rollout_strategy.check(service.spec.rollout)
+    canary.check(service.spec.rollout)
     overlay.check(service.spec.pod_template, allow_host_path=settings.allow_host_path)
 
 

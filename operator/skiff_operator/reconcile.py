@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from skiff_operator import plan, revisions, rollback, rollout_strategy, status
+from skiff_operator import canary, plan, revisions, rollback, rollout_strategy, status
 from skiff_operator.apply import Applier, Failure, Goal, clock
 from skiff_operator.cache import DesiredState, Entry, Objects
 from skiff_operator.errors import ApiConflict, ApiFailed, ApiNotFound, InvalidSpec, Permanent
@@ -119,7 +119,8 @@ class Reconciler:
         if entry.analyzed_baseline:
             seconds = self._settings.rollout_metrics_seconds  # the pods are read again
             outcome = Outcome(again_seconds=min(outcome.again_seconds or seconds, seconds))
-        return await self._roll_back(key, entry, desired, outcome, worse)
+        outcome = await self._roll_back(key, entry, desired, outcome, worse)
+        return outcome if outcome.stage is not None else await self._promote(key, entry, desired, outcome)
 
     async def _delete_leftovers(self, key: Key, entry: Entry) -> None:
         """Delete the children of earlier InferenceServices of this name that the garbage collector has overlooked."""
@@ -145,6 +146,24 @@ class Reconciler:
             return otherwise
         patch = {"metadata": {"annotations": {revisions.ANNOTATION_FAILED: reason}}}
         await self._applier.change_revision(key, target.name, child.uid, patch)
+        return Outcome(stage=Stage.CHILDREN)
+
+    async def _promote(self, key: Key, entry: Entry, desired: DesiredState, otherwise: Outcome) -> Outcome:
+        """Mark a canary as promoted when its requests have proved it; the next reconcile lets its rollout go on."""
+        target, written = desired.target, entry.status
+        if not desired.held or target is None or written is None or written.canary is None:
+            return otherwise
+        if entry.service is None or self._analyzer.suspects(key):
+            return otherwise
+        started_at, now = written.canary.started_at, clock()
+        reason = canary.promotion(entry.service.spec.rollout, entry.last_analysis, started_at, now)
+        child = entry.children.get((CONTROLLER_REVISION, target.name))
+        if not reason or child is None:
+            return otherwise
+        patch = {"metadata": {"annotations": {revisions.ANNOTATION_PROMOTED: reason}}}
+        await self._applier.change_revision(key, target.name, child.uid, patch)
+        text = f"canary revision {target.revision} is promoted: {reason}"
+        await self._applier.announce(key, entry.uid, Announcement("Normal", status.PROMOTED, text))
         return Outcome(stage=Stage.CHILDREN)
 
     async def _choose_strategy(self, key: Key, entry: Entry, desired: DesiredState) -> None:
@@ -231,7 +250,10 @@ class Reconciler:
         assert entry.service is not None, "it was built"
         revision = deployment.revision(plan.built_deployment(built))
         target = revisions.choose(entry.service, revision, entry.observed(key[1]), adopt=adopt)
-        return plan.desired_state(built, target, rollout=entry.service.spec.rollout, choice=entry.choice)
+        current = entry.status.current_revision if entry.status is not None else ""
+        held = revisions.is_canary(entry.service, target, entry.own_revisions(), current)
+        rollout = entry.service.spec.rollout
+        return plan.desired_state(built, target, rollout=rollout, choice=entry.choice, held=held)
 
     async def _objects(
         self, key: Key, entry: Entry, desired: DesiredState, pending: list[plan.Step]
@@ -253,7 +275,7 @@ class Reconciler:
         if target.source != "built":
             pod.check_recorded(template, service, self._settings)
         made = deployment.with_template(made, template, target.spec_hash)
-        made = deployment.with_strategy(made, service.spec.rollout, entry.choice)
+        made = deployment.with_strategy(made, service.spec.rollout, entry.choice, held=desired.held)
         objects = {**built, (DEPLOYMENT, key[1]): made}
         if not entry.owns(CONTROLLER_REVISION, target.name):
             last = revisions.newest(entry.own_revisions())
@@ -352,6 +374,7 @@ def _facts(
         restored=target.deployed if target and target.failed else "",
         analysis=entry.last_analysis,
         scaling=entry.last_scaling,
+        canary=entry.service.spec.rollout.canary if desired and desired.held and entry.service else None,
     )
 
 

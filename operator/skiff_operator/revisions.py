@@ -18,6 +18,8 @@ from skiff_runtime import contract
 ANNOTATION_BASE: Final = f"{contract.API_GROUP}/base-revision"
 ANNOTATION_CAUSE: Final = "kubernetes.io/change-cause"
 ANNOTATION_FAILED: Final = f"{contract.API_GROUP}/failed"
+ANNOTATION_PROMOTED: Final = f"{contract.API_GROUP}/promoted"
+"""On a ControllerRevision whose canary was promoted: the reason."""
 ANNOTATION_POD_RESTARTED_AT: Final = "kubectl.kubernetes.io/restartedAt"
 """The annotation of pods by which `kubectl rollout restart` changes a template."""
 
@@ -35,7 +37,8 @@ class Revision(msgspec.Struct, frozen=True, kw_only=True):
     """One ControllerRevision, without the spec and the template in its data.
 
     `number` orders the revisions by their last use; `revision` is the label of its pods; `base` is the label of its
-    template without the annotation of a restart. `failed` is the reason why it was rolled back, or empty.
+    template without the annotation of a restart. `failed` is the reason why it was rolled back, and `promoted` the reason
+    why it is no canary any more, or empty.
     `restarted_at` and `upgraded_at` are the requests that the InferenceService had when it came into force.
     """
 
@@ -47,6 +50,7 @@ class Revision(msgspec.Struct, frozen=True, kw_only=True):
     operator_version: str
     cause: str = ""
     failed: str = ""
+    promoted: str = ""
     restarted_at: str = ""
     upgraded_at: str = ""
     used: frozenset[tuple[Kind, str]] = frozenset()
@@ -125,6 +129,7 @@ def read(obj: dict[str, Any]) -> Revision:
         operator_version=str(data.get("operatorVersion", "")),
         cause=annotations.get(ANNOTATION_CAUSE, ""),
         failed=annotations.get(ANNOTATION_FAILED, ""),
+        promoted=annotations.get(ANNOTATION_PROMOTED, ""),
         restarted_at=annotations.get(ANNOTATION_RESTARTED_AT, ""),
         upgraded_at=annotations.get(ANNOTATION_UPGRADED_AT, ""),
         used=workload.used_by(template.get("spec") or {}),
@@ -161,6 +166,22 @@ def choose(service: InferenceService, built: str, observed: Observed, *, adopt: 
             return _stored(good, name=pin.name, revision=pin.revision, failed=pin.failed, renew=not handled)
     renew = pin is not last or not handled
     return _stored(pin, name=pin.name, revision=pin.revision, built=built, outdated=outdated, renew=renew)
+
+
+def is_canary(
+    service: InferenceService, target: Target, revisions: tuple[Revision, ...], current: str
+) -> bool:
+    """Return whether the revision in force is a canary, which is held until it is promoted. `current`: the revision that was Ready last, or empty.
+
+    Neither a first revision, nor a restart of the same template, nor the return to the old one is a canary.
+    """
+    if service.spec.rollout.canary is None or target.failed or current in ("", target.revision):
+        return False
+    if service.promoted_revision == target.revision:
+        return False
+    if any(each.name == target.name and each.promoted for each in revisions):
+        return False
+    return all(each.base != target.base for each in revisions if each.revision == current)
 
 
 def _first(service: InferenceService, wanted: str, built: str, observed: Observed) -> Target:

@@ -9,9 +9,11 @@ import datetime
 from typing import Final
 
 from skiff_operator.cache import Entry
+from skiff_operator.resources import deployment
 from skiff_operator.revisions import Target
 from skiff_operator.rollout_analysis import Verdict
-from skiff_operator.status import DEGRADED, ROLLED_BACK, Problem
+from skiff_operator.spec import InferenceService
+from skiff_operator.status import DEGRADED, PROGRESSING, ROLLED_BACK, Problem, Status
 
 _FAILURES: Final = frozenset(
     {"CrashLoop", "OutOfMemory", "ContainerConfigError", "ImagePullFailed", "WeightsDownloadFailed"}
@@ -32,7 +34,7 @@ def reason(
     if service is None or status is None or target is None or target.failed:
         return ""
     policy = service.spec.rollout
-    if not policy.auto_rollback or policy.paused or service.spec.replicas == 0:
+    if not policy.rolls_back or policy.paused or service.spec.replicas == 0:
         return ""
     if worse is not None:
         return _shortened(f"{worse.reason}: {worse.message}")
@@ -40,6 +42,9 @@ def reason(
         return ""
     if entry.rollout is not None and entry.rollout.stalled:
         return _shortened(f"ProgressDeadlineExceeded: {entry.rollout.stalled}")
+    if entry.desired is not None and entry.desired.held and _is_late(service, status, target, entry, now):
+        seconds = deployment.progress_deadline_seconds(service)
+        return f"ProgressDeadlineExceeded: no pod of the canary was ready within {seconds} s"
     degraded = status.condition(DEGRADED)
     if degraded is None or degraded.status != "True" or degraded.reason not in _FAILURES:
         return ""
@@ -58,6 +63,18 @@ def problem(name: str, target: Target) -> Problem:
     way_out = f"change the spec, or try it again with `skiff rollout restart {name}`"
     message = f"revision {target.revision} failed: {target.failed}; revision {target.deployed} replaces it; {way_out}"
     return Problem(ROLLED_BACK, message)
+
+
+def _is_late(service: InferenceService, status: Status, target: Target, entry: Entry, now: str) -> bool:
+    """Return whether no pod of a canary is ready at its deadline. Its Deployment has none: what is held makes no progress."""
+    progressing = status.condition(PROGRESSING)
+    if progressing is None or progressing.status != "True" or status.update_revision != target.revision:
+        return False
+    if any(pod.ready for pod in entry.pods.values() if pod.revision == target.revision):
+        return False
+    begun = datetime.datetime.fromisoformat(progressing.last_transition_time)
+    age = datetime.datetime.fromisoformat(now) - begun
+    return age.total_seconds() > deployment.progress_deadline_seconds(service)
 
 
 def _has(entry: Entry, revision: str) -> bool:

@@ -10,7 +10,8 @@ the comparison is repeated at each reading, and each repetition is another oppor
 Times to first token are compared as a proportion, too: that of the candidate's requests that took longer than a limit
 derived from the baseline's 90th percentile. Of the baseline's own requests, one in ten took longer than that percentile;
 of the candidate's, two in ten must certainly have, which leaves room for the percentile being an estimate itself. A mean
-would depend on single requests, such as the first of a cold server.
+would depend on single requests, such as the first of a cold server. Times between tokens are compared in the same way; their
+tokens are not independent of each other, which the wide intervals and the second reading must make up for.
 """
 
 import datetime
@@ -39,60 +40,74 @@ _SLOW_SHARE: Final = 2 * (1 - QUANTILE)
 _REQUESTS: Final = f"{contract.METRIC_REQUESTS}{{"
 _FINISHED: Final = 'outcome="finished"'
 _FAILED: Final = 'outcome="failed"'
-_BUCKET: Final = re.compile(rf'{contract.METRIC_TTFT}_bucket{{le="([^"]+)"}}')
+_BUCKET: Final = re.compile(rf'({contract.METRIC_TTFT}|{contract.METRIC_ITL})_bucket{{le="([^"]+)"}}')
 _MAX_COUNT: Final = 1e12
 _MAX_BUCKETS: Final = 64
 _MAX_PODS: Final = 1024
+
+
+class Times(msgspec.Struct, frozen=True):
+    """A histogram of times: `buckets` are cumulative counts by upper bounds in seconds; the last bound is infinity."""
+
+    buckets: Mapping[float, int] = {}
+
+    @property
+    def count(self) -> int:
+        """The number of times."""
+        return self.buckets.get(math.inf, 0)
+
+    def plus(self, other: "Times", sign: int = 1) -> "Times":
+        """Return the sum, or with `sign` -1 the difference, over the buckets that both have."""
+        if not other.buckets or not self.buckets:
+            return self if self.buckets or sign < 0 else other
+        bounds = [bound for bound in self.buckets if bound in other.buckets]
+        return Times({bound: self.buckets[bound] + sign * other.buckets[bound] for bound in bounds})
+
+    def quantile(self, share: float) -> float:
+        """Return the upper bound of the bucket that contains this quantile."""
+        needed = share * self.count
+        return min((bound for bound, count in self.buckets.items() if count >= needed), default=math.inf)
+
+    def slower(self, seconds: float) -> tuple[int, float]:
+        """Return the number of times that exceed the first bound from `seconds` on, and that bound."""
+        bound = min((each for each in self.buckets if each >= seconds), default=math.inf)
+        return self.count - self.buckets.get(bound, 0), bound
 
 
 class Counts(msgspec.Struct, frozen=True):
     """Counts of one server or of several.
 
     `requests` ended with a response or with an error of the server, and `failed` of them with an error: neither a request
-    that was rejected (4xx) nor one that its client gave up is counted. `first_tokens` are the cumulative counts
-    of the TTFT histogram, by the upper bounds of its buckets in seconds; the last bound is infinity.
+    that was rejected (4xx) nor one that its client gave up is counted. `first_tokens` are the requests' times to first
+    token, and `inter_tokens` the times between tokens.
     """
 
     requests: int = 0
     failed: int = 0
-    first_tokens: Mapping[float, int] = {}
-
-    @property
-    def timed(self) -> int:
-        """The number of requests with a first token."""
-        return self.first_tokens.get(math.inf, 0)
+    first_tokens: Times = Times()
+    inter_tokens: Times = Times()
 
     def plus(self, other: "Counts", sign: int = 1) -> "Counts":
-        """Return the sum, or with `sign` -1 the difference, over the buckets that both have."""
-        if not other.first_tokens or not self.first_tokens:
-            first_tokens = self.first_tokens or (other.first_tokens if sign > 0 else {})
-        else:
-            bounds = [bound for bound in self.first_tokens if bound in other.first_tokens]
-            first_tokens = {
-                bound: self.first_tokens[bound] + sign * other.first_tokens[bound] for bound in bounds
-            }
-        return Counts(self.requests + sign * other.requests, self.failed + sign * other.failed, first_tokens)
+        """Return the sum, or with `sign` -1 the difference."""
+        return Counts(
+            self.requests + sign * other.requests,
+            self.failed + sign * other.failed,
+            self.first_tokens.plus(other.first_tokens, sign),
+            self.inter_tokens.plus(other.inter_tokens, sign),
+        )
 
     def precedes(self, later: "Counts") -> bool:
         """Return whether one server may have counted these before `later`: counters never fall unless it restarts."""
-        counters = (self.requests, self.failed, self.timed)
-        return all(a <= b for a, b in zip(counters, (later.requests, later.failed, later.timed), strict=True))
+        return all(a <= b for a, b in zip(self._counters(), later._counters(), strict=True))
 
-    def quantile(self, share: float) -> float:
-        """Return the upper bound of the bucket that contains this quantile of the times to first token."""
-        needed = share * self.timed
-        return min((bound for bound, count in self.first_tokens.items() if count >= needed), default=math.inf)
-
-    def slower(self, seconds: float) -> tuple[int, float]:
-        """Return the number of requests whose first token took longer than the first bound from `seconds` on, and that bound."""
-        bound = min((each for each in self.first_tokens if each >= seconds), default=math.inf)
-        return self.timed - self.first_tokens.get(bound, 0), bound
+    def _counters(self) -> tuple[int, ...]:
+        return self.requests, self.failed, self.first_tokens.count, self.inter_tokens.count
 
 
 def read(page: str) -> Counts | None:
     """Read the counts from a server's page of metrics; None if it counts no requests."""
     finished = failed = 0
-    first_tokens: dict[float, int] = {}
+    times: dict[str, dict[float, int]] = {contract.METRIC_TTFT: {}, contract.METRIC_ITL: {}}
     known = False
     for series, value in samples(page):
         count = int(min(value, _MAX_COUNT))
@@ -100,11 +115,14 @@ def read(page: str) -> Counts | None:
             known = True
             finished += count if _FINISHED in series else 0
             failed += count if _FAILED in series else 0
-        elif (bucket := _BUCKET.fullmatch(series)) and len(first_tokens) < _MAX_BUCKETS:
-            bound = _bound(bucket[1])
+        elif (bucket := _BUCKET.fullmatch(series)) and len(times[bucket[1]]) < _MAX_BUCKETS:
+            bound = _bound(bucket[2])
             if bound is not None:
-                first_tokens[bound] = count
-    return Counts(finished + failed, failed, first_tokens) if known else None
+                times[bucket[1]][bound] = count
+    if not known:
+        return None
+    first_tokens, inter_tokens = (Times(buckets) for buckets in times.values())
+    return Counts(finished + failed, failed, first_tokens, inter_tokens)
 
 
 def _bound(text: str) -> float | None:
@@ -160,15 +178,16 @@ class Tally:
 
 
 class Figures(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
-    """The figures of one revision: requests, those that failed, and the 90th percentile of the time to first token.
+    """The figures of one revision: requests, those that failed, and the 90th percentiles of TTFT and of ITL.
 
-    The latter is the upper bound of its bucket; None where too few requests or no bound are known.
+    A percentile is the upper bound of its bucket; None where too few requests or no bound are known.
     """
 
     revision: str
     requests: int = 0
     failed_requests: int = 0
     ttft_p90_seconds: float | None = None
+    itl_p90_seconds: float | None = None
 
 
 class Analysis(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
@@ -238,7 +257,7 @@ def measure(analysis: Analysis, tally: Tally, min_requests: int, *, from_the_sta
     scarce = known < min(min_requests, total.requests)
     if scarce or (from_the_start and counts.requests):
         requests = recent if recent.requests >= min_requests else total
-        timed = recent if recent.timed >= min_requests else total
+        timed = recent if recent.first_tokens.count >= min_requests else total
         baseline = _figures(baseline.revision, requests, timed, min_requests)
     candidate = analysis.candidate
     if counts.requests:
@@ -247,8 +266,13 @@ def measure(analysis: Analysis, tally: Tally, min_requests: int, *, from_the_sta
 
 
 def _figures(revision: str, requests: Counts, timed: Counts, min_requests: int) -> Figures:
-    p90 = timed.quantile(QUANTILE) if timed.timed >= min_requests else math.inf
-    return Figures(revision, requests.requests, requests.failed, p90 if math.isfinite(p90) else None)
+    percentiles = (_percentile(times, min_requests) for times in (timed.first_tokens, timed.inter_tokens))
+    return Figures(revision, requests.requests, requests.failed, *percentiles)
+
+
+def _percentile(times: Times, min_count: int) -> float | None:
+    value = times.quantile(QUANTILE) if times.count >= min_count else math.inf
+    return value if math.isfinite(value) else None
 
 
 class Verdict(NamedTuple):
@@ -261,7 +285,11 @@ class Verdict(NamedTuple):
 
 def compare(limits: RolloutAnalysis, candidate: Counts, baseline: Figures) -> Verdict | None:
     """Return in which way the candidate is worse than the baseline; None if it is not, or if that is not certain."""
-    return _compare_errors(limits, candidate, baseline) or _compare_ttft(limits, candidate, baseline)
+    return (
+        _compare_errors(limits, candidate, baseline)
+        or _compare_ttft(limits, candidate, baseline)
+        or _compare_itl(limits, candidate, baseline)
+    )
 
 
 def _compare_errors(limits: RolloutAnalysis, candidate: Counts, baseline: Figures) -> Verdict | None:
@@ -285,19 +313,45 @@ def _compare_errors(limits: RolloutAnalysis, candidate: Counts, baseline: Figure
 
 
 def _compare_ttft(limits: RolloutAnalysis, candidate: Counts, baseline: Figures) -> Verdict | None:
-    before = baseline.ttft_p90_seconds
-    if before is None or candidate.timed < limits.min_requests:
+    limit = _limit(baseline.ttft_p90_seconds, limits.max_ttft_increase_milliseconds, limits.max_ttft_ratio)
+    found = _slow(candidate.first_tokens, limit, limits.min_requests)
+    if found is None:
         return None
-    increase = limits.max_ttft_increase_milliseconds / 1000
-    slow, bound = candidate.slower(max(limits.max_ttft_ratio * before, before + increase))
-    certain, _ = wilson_interval(slow, candidate.timed)
-    if certain <= _SLOW_SHARE:
-        return None
+    slow, bound = found
     figures = (
-        f"time to first token above {bound:g} s for {slow} of {candidate.timed} requests, "
-        f"against {before:g} s for 9 of 10 of revision {baseline.revision}"
+        f"time to first token above {bound:g} s for {slow} of {candidate.first_tokens.count} requests, "
+        f"against {baseline.ttft_p90_seconds:g} s for 9 of 10 of revision {baseline.revision}"
     )
     return Verdict("SlowFirstToken", figures, slow)
+
+
+def _compare_itl(limits: RolloutAnalysis, candidate: Counts, baseline: Figures) -> Verdict | None:
+    if candidate.requests < limits.min_requests:
+        return None
+    limit = _limit(baseline.itl_p90_seconds, limits.max_itl_increase_milliseconds, limits.max_itl_ratio)
+    found = _slow(candidate.inter_tokens, limit, limits.min_requests)
+    if found is None:
+        return None
+    slow, bound = found
+    figures = (
+        f"inter-token latency above {bound:g} s for {slow} of {candidate.inter_tokens.count} tokens, "
+        f"against {baseline.itl_p90_seconds:g} s for 9 of 10 of revision {baseline.revision}"
+    )
+    return Verdict("SlowTokens", figures, slow)
+
+
+def _limit(before: float | None, increase_milliseconds: int, ratio: int) -> float | None:
+    """Return the seconds that the candidate may take, by the baseline's 90th percentile; None if that is not known."""
+    return None if before is None else max(ratio * before, before + increase_milliseconds / 1000)
+
+
+def _slow(times: Times, limit: float | None, min_count: int) -> tuple[int, float] | None:
+    """Return how many times exceed the limit, and the bound by which they were counted; None if those are not certainly too many."""
+    if limit is None or times.count < min_count:
+        return None
+    slow, bound = times.slower(limit)
+    certain, _ = wilson_interval(slow, times.count)
+    return (slow, bound) if certain > _SLOW_SHARE else None
 
 
 def wilson_interval(hits: int, trials: int) -> tuple[float, float]:

@@ -82,6 +82,11 @@ class RolloutAnalyzer:
         reading.began = analysis.baseline.revision
         await self._read(reading, _pods(entry, analysis.baseline.revision))
 
+    def suspects(self, key: Key) -> bool:
+        """Return whether the last reading alone found the new revision worse."""
+        reading = self._readings.get(key)
+        return reading is not None and reading.suspicion is not None
+
     def forget(self, key: Key) -> None:
         """Stop reading the pods of a service."""
         reading = self._readings.pop(key, None)
@@ -132,7 +137,7 @@ def _advance(entry: Entry, now: str) -> Analysis | None:
     return rollout_analysis.advance(
         before,
         situation,
-        enabled=policy.auto_rollback and policy.analysis.enabled,
+        enabled=policy.rolls_back and policy.analysis.enabled,
         observation_seconds=policy.analysis.observation_seconds,
         now=now,
     )

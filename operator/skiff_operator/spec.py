@@ -16,6 +16,8 @@ from skiff_runtime import contract
 ANNOTATION_RESTARTED_AT: Final = f"{contract.API_GROUP}/restarted-at"
 ANNOTATION_UPGRADED_AT: Final = f"{contract.API_GROUP}/upgraded-at"
 """Requests of `skiff rollout` on the InferenceService: times at which its pods shall restart or be built anew."""
+ANNOTATION_PROMOTED_REVISION: Final = f"{contract.API_GROUP}/promoted-revision"
+"""Request of `skiff rollout promote` on the InferenceService: the revision that is no canary any more."""
 
 _REQUEST_CHARACTERS: Final = 64
 """More of such an annotation does not count, and is not copied to pods."""
@@ -139,7 +141,31 @@ class RolloutAnalysis(_Strict, frozen=True):
     max_error_ratio: int = 3
     max_ttft_increase_milliseconds: int = msgspec.field(name="maxTTFTIncreaseMilliseconds", default=1000)
     max_ttft_ratio: int = msgspec.field(name="maxTTFTRatio", default=3)
+    max_itl_increase_milliseconds: int = msgspec.field(name="maxITLIncreaseMilliseconds", default=200)
+    max_itl_ratio: int = msgspec.field(name="maxITLRatio", default=3)
     observation_seconds: int = 600
+
+
+class CanaryHeader(_Strict, frozen=True):
+    """The header by which a client asks for the canary: a name, in any case, and the whole value."""
+
+    name: str
+    value: str
+
+
+class Canary(_Strict, frozen=True):
+    """A share of the requests for a new revision before it replaces the old one.
+
+    `weight`: percent of the requests, and of the pods. `header`: only requests with it get to the canary, by the router.
+    `sticky_by`: what stays with one revision. `min_seconds`: least time before the canary is promoted. `auto_promote`: it is
+    promoted when enough requests show that it is not worse; otherwise by `skiff rollout promote` alone.
+    """
+
+    weight: int = 10
+    header: CanaryHeader | None = None
+    sticky_by: Literal["Conversation", "Key"] = "Conversation"
+    min_seconds: int = 60
+    auto_promote: bool = True
 
 
 class RolloutPolicy(_Strict, frozen=True):
@@ -155,7 +181,13 @@ class RolloutPolicy(_Strict, frozen=True):
     paused: bool = False
     auto_rollback: bool = False
     analysis: RolloutAnalysis = RolloutAnalysis()
+    canary: Canary | None = None
     revision_history_limit: int = 10
+
+    @property
+    def rolls_back(self) -> bool:
+        """Whether a new revision that fails is rolled back. A canary always is: its purpose is to find out."""
+        return self.auto_rollback or self.canary is not None
 
 
 class AutoscalingTargets(_Strict, frozen=True):
@@ -238,7 +270,7 @@ class MountedCache(msgspec.Struct, frozen=True):
 
 
 class InferenceService(msgspec.Struct, frozen=True, kw_only=True):
-    """One InferenceService: its identity, its validated spec, and the last requests to restart and upgrade its pods.
+    """One InferenceService: its identity, its validated spec, and the last requests to restart, upgrade and promote its pods.
 
     `model_cache` is the ModelCache that its pods mount, None before it is chosen.
     """
@@ -250,6 +282,7 @@ class InferenceService(msgspec.Struct, frozen=True, kw_only=True):
     spec: Spec
     restarted_at: str = ""
     upgraded_at: str = ""
+    promoted_revision: str = ""
     model_cache: MountedCache | None = None
 
     @property
@@ -294,7 +327,15 @@ def parse(obj: dict[str, Any]) -> InferenceService:
         spec=spec,
         restarted_at=restarted_at,
         upgraded_at=upgraded_at,
+        promoted_revision=promoted_revision(obj),
     )
+
+
+def promoted_revision(obj: dict[str, Any]) -> str:
+    """Return the revision that was promoted by request; empty without one."""
+    annotations = obj["metadata"].get("annotations") or {}
+    found: str = annotations.get(ANNOTATION_PROMOTED_REVISION, "")[:_REQUEST_CHARACTERS]
+    return found
 
 
 def requests(obj: dict[str, Any]) -> tuple[str, str]:

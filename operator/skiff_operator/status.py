@@ -8,6 +8,7 @@ import msgspec
 
 from skiff_operator import rollout_blockers
 from skiff_operator.rollout_analysis import Analysis
+from skiff_operator.spec import Canary
 from skiff_operator.startup import PodStartup
 from skiff_operator.workload import Crash, PodState, Rollout
 from skiff_runtime import contract
@@ -27,10 +28,14 @@ ROLLED_BACK: Final = "RolledBack"
 
 ROLLOUT_IN_PROGRESS: Final = "RolloutInProgress"
 REPLACING: Final = "ReplacingPods"
+CANARY: Final = "Canary"
+PROMOTED: Final = "CanaryPromoted"
 BLOCKED: Final = "RolloutBlocked"
 DEADLINE_EXCEEDED: Final = "ProgressDeadlineExceeded"
 
-_ROLLING_OUT: Final = (ROLLOUT_IN_PROGRESS, REPLACING, BLOCKED, DEADLINE_EXCEEDED)
+_ROLLING_OUT: Final = (ROLLOUT_IN_PROGRESS, REPLACING, CANARY, BLOCKED, DEADLINE_EXCEEDED)
+_MAX_CANARY_PODS: Final = 256
+"""Pods of a canary that the status lists; a router takes others for pods of the old revision."""
 _MESSAGE_CHARACTERS: Final = 1024
 _OBSTACLE_CHARACTERS: Final = 600
 _CREATION_SECONDS: Final = 15.0
@@ -86,6 +91,27 @@ class Scaling(msgspec.Struct, frozen=True, rename="camel"):
     at: str
 
 
+class CanaryHeader(msgspec.Struct, frozen=True):
+    """The header of the requests that get to the canary."""
+
+    name: str
+    value: str
+
+
+class CanaryStatus(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
+    """The canary, as routers read it: its revision, its share of the requests, and the names of its pods.
+
+    `weight` is 0 where a `header` decides. `started_at`: the time (RFC 3339) at which its first pod was ready, or empty.
+    """
+
+    revision: str
+    pods: tuple[str, ...] = ()
+    weight: int = 0
+    header: CanaryHeader | None = None
+    sticky_by: str = "Conversation"
+    started_at: str = ""
+
+
 class Status(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
     """The `status` of an InferenceService. Counts are pods."""
 
@@ -101,6 +127,7 @@ class Status(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
     last_failure: LastFailure | None = None
     startup: PodStartup | None = None
     analysis: Analysis | None = None
+    canary: CanaryStatus | None = None
     autoscaling: Scaling | None = None
 
     @property
@@ -128,7 +155,8 @@ class Facts:
     `shortage` is a message when no node could hold a pod, `obstacle` an Event about a pod whose containers are not
     created. `draining` are the pods that are being deleted, and `announcement` describes a rollout that replaces pods
     in place. `outdated` is the version of the operator whose template the pods keep, if this one would build another.
-    `scaling`: the last change of the number of pods, with autoscaling. `paused`: the Deployment replaces no pods. `restored`: the revision to which a rollback returned, or empty.
+    `scaling`: the last change of the number of pods, with autoscaling. `canary`: the policy of the canary that the new pods
+    are. `paused`: the Deployment replaces no pods. `restored`: the revision to which a rollback returned, or empty.
 
     The rest is derived. `live` are the pods that have not terminated, `new_pods` those of them that have the desired
     revision, and `older` the others; `new_ready` is the number of new pods that are ready. `placed` is true if a new
@@ -154,6 +182,7 @@ class Facts:
     restored: str = ""
     analysis: Analysis | None = None
     scaling: Scaling | None = None
+    canary: Canary | None = None
     live: list[PodState] = field(init=False)
     new_pods: list[PodState] = field(init=False)
     older: list[PodState] = field(init=False)
@@ -169,7 +198,8 @@ class Facts:
         self.older = [pod for pod in self.live if pod.revision != self.revision]
         self.new_ready = sum([pod.ready for pod in self.new_pods])
         self.placed = self.replicas == 0 or any(pod.phase != "Scheduling" for pod in self.new_pods)
-        self.serves = self.synced and not self.older and self.new_ready >= min(self.replicas, 1)
+        alone = not self.older and self.canary is None
+        self.serves = self.synced and alone and self.new_ready >= min(self.replicas, 1)
         replacing = self.rollout is not None and self.rollout.replacing
         all_ready = self.new_ready == len(self.new_pods) == self.replicas
         self.settled = self.serves and not replacing and all_ready
@@ -204,6 +234,7 @@ def report(facts: Facts, previous: Status | None, now: str) -> Status:
         last_failure=_last_failure(facts, concerned, previous),
         startup=_startup(facts, previous),
         analysis=facts.analysis,
+        canary=_canary(facts, previous, now),
         autoscaling=facts.scaling,
     )
 
@@ -274,6 +305,8 @@ def _progressing(facts: Facts, trouble: Problem | None, completed: str) -> Verdi
             BLOCKED if movement == ROLLOUT_IN_PROGRESS else movement,
             f"{_count(facts)}: {blocked}",
         )
+    if facts.canary is not None and facts.new_ready:
+        return PROGRESSING, True, CANARY, _canary_share(facts, facts.canary)
     if movement == ROLLOUT_IN_PROGRESS and facts.announcement and completed:
         return PROGRESSING, True, REPLACING, _replacing(facts)
     return PROGRESSING, True, movement, _count(facts)
@@ -292,6 +325,39 @@ def _replacing(facts: Facts) -> str:
         return text
     last = max(facts.draining, key=_end)
     return f"{text}; pod {last.name} finishes its requests, until {last.ends_by} at the latest"
+
+
+def _canary_share(facts: Facts, canary: Canary) -> str:
+    """Describe the share of a canary, and its end."""
+    share = f"{canary.weight}% of the requests"
+    if canary.header is not None:
+        share = f"requests with {canary.header.name}: {canary.header.value}"
+    advice = f"`skiff rollout promote {facts.name}`"
+    end = (
+        f"a comparison of its requests, or {advice}, promotes it"
+        if canary.auto_promote
+        else f"{advice} promotes it"
+    )
+    count = "1 pod" if facts.new_ready == 1 else f"{facts.new_ready} pods"
+    return f"revision {facts.revision} gets {share} on {count}; {end}"
+
+
+def _canary(facts: Facts, previous: Status | None, now: str) -> CanaryStatus | None:
+    """Return what routers need to know of a canary; its pods are listed before they are ready."""
+    canary = facts.canary
+    if canary is None:
+        return None
+    before = None if previous is None else previous.canary
+    started_at = before.started_at if before is not None and before.revision == facts.revision else ""
+    header = canary.header
+    return CanaryStatus(
+        revision=facts.revision,
+        pods=tuple(sorted(pod.name for pod in facts.new_pods))[:_MAX_CANARY_PODS],
+        weight=canary.weight if header is None else 0,
+        header=None if header is None else CanaryHeader(header.name, header.value),
+        sticky_by=canary.sticky_by,
+        started_at=started_at or (now if facts.new_ready else ""),
+    )
 
 
 def _end(pod: PodState) -> tuple[str, str]:

@@ -12,6 +12,7 @@ from skiff_operator.kinds import CLAIM, SERVICE_ACCOUNT, Kind
 from skiff_operator.redact import redact, redact_tail
 from skiff_operator.resources.containers import FETCH
 from skiff_operator.resources.metadata import (
+    ANNOTATION_CANARY,
     ANNOTATION_MODEL_CACHE,
     ANNOTATION_SPEC_HASH,
     LABEL_REVISION,
@@ -34,15 +35,17 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The progress of a Deployment, as far as its pods do not show it.
 
     `desired` is its number of replicas; `revision` is the label of its template, `spec_hash` the hash of the spec behind
-    it, `replace_reason` the recorded reason to replace pods in place, and `model_cache` the ModelCache whose shared claim its
-    pods mount. The other fields stay empty until its controller has observed the current generation: `replacing`, pods of an older template exist; `complete`, all desired pods are ready and there are
-    no others; `stalled` and `blocked`, messages of its conditions.
+    it, `replace_reason` the recorded reason to replace pods in place, `held` whether its new pods are a canary, and
+    `model_cache` the ModelCache whose shared claim its pods mount. The other fields stay empty until its controller has
+    observed the current generation: `replacing`, pods of an older template exist; `complete`, all desired pods are ready and
+    there are no others; `stalled` and `blocked`, messages of its conditions.
     """
 
     desired: int
     revision: str = ""
     spec_hash: str = ""
     replace_reason: str = ""
+    held: bool = False
     model_cache: str = ""
     replacing: bool = False
     stalled: str = ""
@@ -108,10 +111,11 @@ def read_rollout(deployment: dict[str, Any]) -> Rollout:
     template_metadata = deployment["spec"].get("template", {}).get("metadata", {})
     labels = template_metadata.get("labels") or {}
     annotations = deployment["metadata"].get("annotations") or {}
-    template = {
+    template: dict[str, Any] = {
         "revision": labels.get(LABEL_REVISION, ""),
         "spec_hash": annotations.get(ANNOTATION_SPEC_HASH, ""),
         "replace_reason": annotations.get(ANNOTATION_REPLACE_REASON, ""),
+        "held": ANNOTATION_CANARY in annotations,
         "model_cache": (template_metadata.get("annotations") or {}).get(ANNOTATION_MODEL_CACHE, ""),
     }
     if status.get("observedGeneration", 0) < deployment["metadata"].get("generation", 0):

@@ -8,6 +8,7 @@ from typing import Final
 
 import msgspec
 
+from skiff_router.canary import CanarySplit
 from skiff_router.endpoints import Registry
 from skiff_router.kubernetes_watch import ClusterAccess, EventType, KubernetesObject, ObjectStream
 from skiff_router.scaling import Scaling
@@ -41,8 +42,22 @@ class _Startup(msgspec.Struct, rename="camel"):
     ready_seconds: float = 0.0
 
 
+class _Header(msgspec.Struct):
+    name: str
+    value: str
+
+
+class _Canary(msgspec.Struct, rename="camel"):
+    revision: str
+    weight: int = 0
+    header: _Header | None = None
+    sticky_by: str = "Conversation"
+    pods: list[str] = []
+
+
 class _ServiceStatus(msgspec.Struct):
     startup: _Startup | None = None
+    canary: _Canary | None = None
 
 
 class InferenceService(KubernetesObject):
@@ -119,6 +134,21 @@ def scaling_of(service: InferenceService) -> Scaling:
     )
 
 
+def canary_of(service: InferenceService) -> CanarySplit | None:
+    """Return the canary of an InferenceService, if it has one with pods."""
+    canary = service.status.canary if service.status is not None else None
+    if canary is None or not canary.pods:
+        return None
+    header = canary.header
+    return CanarySplit(
+        revision=canary.revision,
+        pods=frozenset(canary.pods),
+        weight=canary.weight,
+        header=(header.name.lower().encode(), header.value.encode()) if header is not None else None,
+        sticky_by="Key" if canary.sticky_by == "Key" else "Conversation",
+    )
+
+
 class Discovery:
     """Keeps a registry equal to what the cluster holds."""
 
@@ -166,7 +196,8 @@ class Discovery:
 
     def _put(self, service: InferenceService) -> None:
         key, model = _key(service), service.spec.model.name or service.metadata.name
-        self._registry.put(key, model).scaling = scaling_of(service)
+        backend = self._registry.put(key, model)
+        backend.scaling, backend.canary = scaling_of(service), canary_of(service)
         if self._models.get(key) != model:
             self._models[key] = model
             self._update(key)

@@ -7,6 +7,7 @@ connections, resets them, or does not answer its probe is not chosen until a pro
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
+from skiff_router.canary import CanarySplit
 from skiff_router.pod_state import PodState
 from skiff_router.scaling import Scaling
 from skiff_router.upstream import Address, ConnectionPool
@@ -106,13 +107,14 @@ class Backend:
 
     ``key`` is ``namespace/name`` of the InferenceService, or the model's name. ``endpoints`` are in the order of their names,
     so that routers which see the same pods see them in the same order. ``scaling``: the number of pods that the cluster
-    wants; None for pods that ``--backend`` names.
+    wants; None for pods that ``--backend`` names. ``canary``: the split of requests between two revisions, if there is one.
     """
 
     key: str
     model: str
     endpoints: list[Endpoint] = field(default_factory=list)
     scaling: Scaling | None = None
+    canary: CanarySplit | None = None
 
     @property
     def state(self) -> BackendState:
@@ -132,6 +134,13 @@ class Backend:
             if endpoint.is_available and not (endpoint.silent or endpoint.pod.is_full)
         ]
         return best or [endpoint for endpoint in self.endpoints if endpoint.is_available]
+
+    def select_revision(self, endpoints: list[Endpoint], *, canary: bool) -> list[Endpoint]:
+        """Return those of ``endpoints`` that belong to the canary, or to the old revision; all if there is no such pod."""
+        if self.canary is None:
+            return endpoints
+        pods = self.canary.pods
+        return [endpoint for endpoint in endpoints if (endpoint.name in pods) == canary] or endpoints
 
     def update(self, wanted: dict[Address, str]) -> None:
         """Replace the pods by ``wanted``, names by address. A pod that stays keeps its state."""
@@ -177,7 +186,7 @@ class Registry:
         """Remove a backend; its requests in flight go on."""
         backend = self._backends.pop(key, None)
         if backend is not None:
-            backend.scaling = None
+            backend.scaling = backend.canary = None
             backend.update({})
             self._index()
 

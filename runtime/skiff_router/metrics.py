@@ -37,6 +37,12 @@ class RouterMetrics:
         self._retries = Counter(
             "skiff_router_retries", "Attempts on another pod.", ("model",), registry=self._page
         )
+        self._canary_choices = Counter(
+            "skiff_router_canary_choices",
+            "Attempts during a canary, by the revision that they were sent to: canary or stable.",
+            ("model", "revision"),
+            registry=self._page,
+        )
         self._failures = Counter(
             "skiff_router_attempt_failures",
             "Failed attempts, by cause.",
@@ -120,6 +126,10 @@ class RouterMetrics:
     def record_retry(self, model: str) -> None:
         """Count an attempt beyond the first."""
         self._retries.labels(model).inc()
+
+    def record_canary_choice(self, model: str, *, canary: bool) -> None:
+        """Count an attempt while a canary splits the requests."""
+        self._canary_choices.labels(model, "canary" if canary else "stable").inc()
 
     def record_failure(self, model: str, failure: Failure) -> None:
         """Count an attempt that failed."""

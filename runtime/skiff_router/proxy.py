@@ -208,6 +208,7 @@ class _RoutedRequest:
         self._model = ""
         self._service = ""
         self._prompt = NO_PROMPT
+        self._is_canary = False
         self._wants_stream = False
         self._attempts = 0
         self._pod = ""
@@ -237,6 +238,9 @@ class _RoutedRequest:
         backend = self._context.registry.find(fields.model)
         self._model, self._service = backend.model, backend.key
         self._prompt = self._read_prompt(fields, backend)
+        if backend.canary is not None:
+            headers = self._scope["headers"]
+            self._is_canary = backend.canary.takes(headers, fields, get_key(headers))
         self._wants_stream = fields.wants_stream
         if fields.model != backend.model and not is_native:
             self._body = replace_model(self._body, backend.model)
@@ -306,7 +310,10 @@ class _RoutedRequest:
                 context.metrics.record_retry(self._model)
             self._attempts += 1
             now = asyncio.get_running_loop().time()
+            left = backend.select_revision(left, canary=self._is_canary)
             endpoint = context.policy.choose(left, self._prompt, now)
+            if backend.canary is not None:
+                context.metrics.record_canary_choice(self._model, canary=endpoint.name in backend.canary.pods)
             tried[endpoint] = None
             endpoint.pod.record_prompt(now, self._prompt)
             outcome = await self._try(endpoint)

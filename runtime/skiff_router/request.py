@@ -21,6 +21,8 @@ class RoutedBody(PromptFields):
 
     model: str = ""
     stream: msgspec.Raw = msgspec.Raw(b"")
+    user: msgspec.Raw = msgspec.Raw(b"")
+    prompt_cache_key: msgspec.Raw = msgspec.Raw(b"")
 
     @property
     def wants_stream(self) -> bool:

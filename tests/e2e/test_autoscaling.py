@@ -5,12 +5,11 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 import pytest
-from helm import CHART, RELEASE, Helm
+from helm import Helm
 from kube import Kube, Object, inference_service, wait
+from router_in_cluster import URL, upgrade
 
 NAME: Final = "scaled"
-URL: Final = "http://skiff-router.skiff-system"
-ROUTER: Final = "skiff-router"
 PODS: Final = f"serving.skiff.dev/inferenceservice={NAME}"
 BURST: Final = 200
 IDLE_SECONDS: Final = 15
@@ -61,10 +60,8 @@ asyncio.run(main())
 @pytest.fixture(scope="module")
 def routed(kube: Kube, client: str, helm: Helm, operator: Kube) -> Iterator[str]:
     """A service at zero replicas behind the chart's routers. Returns the client's pod."""
-    release = [RELEASE, str(CHART), "--namespace", operator.namespace, "--reuse-values"]
     with helm.values_restored(namespace=operator.namespace):
-        helm.run("upgrade", *release, "--wait", "--timeout", "4m", "--set", "router.enabled=true")
-        operator.run("rollout", "status", f"deployment/{ROUTER}", "--timeout=180s", timeout_seconds=210)
+        upgrade(helm, operator, "router.enabled=true")
         policy = {
             "minReplicas": 0,
             "maxReplicas": 1,

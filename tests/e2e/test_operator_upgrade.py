@@ -12,7 +12,7 @@ from typing import Any, Final
 import pytest
 from helm import CHART, RELEASE, Helm
 from kube import Kube, inference_service, skiff, wait
-from traffic_run import TrafficRun
+from traffic_run import TrafficRun, check_report
 
 NAMES: Final = ("upgrade-a", "upgrade-b")
 MODEL: Final = "skiff-demo"
@@ -92,14 +92,6 @@ def explain(kube: Kube) -> str:
     return json.dumps([(kube.get("infsvc", name) or {}).get("status") for name in NAMES], indent=1)
 
 
-def check(report: dict[str, Any]) -> None:
-    """Fail unless every request was sent and had the right answer."""
-    failures = [window["failures"] for window in report["windows"] if window["failures"]]
-    assert not failures and report["not_sent"] == 0 and report["unanswered"] == 0, json.dumps(
-        report, indent=1
-    )
-
-
 def time_of(text: str) -> datetime.datetime:
     return datetime.datetime.fromisoformat(text)
 
@@ -151,7 +143,7 @@ def test_an_upgrade_restarts_no_pod_until_it_is_asked_for_or_its_wave_comes(
     finally:
         report = services.stop()
         print(json.dumps(report["windows"], indent=1))
-    check(report)
+    check_report(report)
     first, second = sorted(
         (pods(kube, name)[0] for name in NAMES), key=lambda pod: str(pod["metadata"]["creationTimestamp"])
     )

@@ -7,14 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 import pytest
-from helm import CHART, RELEASE, Helm
+from helm import Helm
 from kube import Kube, inference_service, wait
+from router_in_cluster import ROUTER, URL, routers, upgrade
 from traffic_run import TrafficRun
 
 NAMES: Final = ("routed-a", "routed-b")
-ROUTER: Final = "skiff-router"
-URL: Final = "http://skiff-router.skiff-system"
-SELECTOR: Final = f"app.kubernetes.io/name={ROUTER}"
 KEYS: Final = "router-keys"
 RATE: Final = 6.0
 STREAMS_PER_ROUTER: Final = 4
@@ -60,25 +58,6 @@ async def main():
 
 asyncio.run(main())
 """
-
-
-def upgrade(helm: Helm, operator: Kube, *values: str) -> None:
-    """Upgrade the release with these values beside its own, and wait until the routers are those of the new values."""
-    release = [RELEASE, str(CHART), "--namespace", operator.namespace, "--reuse-values"]
-    sets = [word for value in values for word in ("--set-json", value)]
-    helm.run("upgrade", *release, "--wait", "--timeout", "4m", *sets)
-    if operator.get("deployment", ROUTER) is not None:
-        operator.run("rollout", "status", f"deployment/{ROUTER}", "--timeout=180s", timeout_seconds=210)
-
-
-def routers(operator: Kube) -> dict[str, str]:
-    """Return the addresses of the routers' pods that are ready and do not end, by their names."""
-    found = {}
-    for pod in operator.list("pods", SELECTOR):
-        ready = [each for each in pod.get("status", {}).get("conditions", []) if each["type"] == "Ready"]
-        if ready and ready[0]["status"] == "True" and "deletionTimestamp" not in pod["metadata"]:
-            found[pod["metadata"]["name"]] = f"http://{pod['status']['podIP']}:8080"
-    return found
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,8 @@ from helm import Helm
 from installation import Installation
 from operator_process import OperatorProcess, eventually
 
+from skiff_operator.cli.main import main
+
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests/cluster"))
 
@@ -26,6 +28,7 @@ CRD = ROOT / "manifests/crds/inferenceservices.yaml"
 MODEL_CACHE_CRD = ROOT / "manifests/crds/modelcaches.yaml"
 MANIFESTS = ("namespace", "service-account", "rbac", "deployment")
 Start = Callable[..., OperatorProcess]
+RunCommand = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture(scope="session")
@@ -109,3 +112,16 @@ def _served(server: ApiServer) -> bool:
         return server.list("inferenceservices") == []
     except Refused:
         return False
+
+
+@pytest.fixture
+def skiff(api: ApiServer, plane: ControlPlane, capsys: pytest.CaptureFixture[str]) -> RunCommand:
+    """Run `skiff rollout ACTION llama` in the namespace of the test: its exit code and its output."""
+
+    def run(action: str, *words: str) -> tuple[int, str]:
+        where = ["--kubeconfig", str(plane.kubeconfig), "--namespace", api.namespace]
+        code = main(["rollout", action, "llama", *words, *where], "skiff")
+        said = capsys.readouterr()
+        return code, said.out + said.err
+
+    return run

@@ -15,6 +15,7 @@ from skiff_operator.rollout_analysis import (
     Figures,
     Situation,
     Tally,
+    Times,
     advance,
     compare,
     measure,
@@ -46,8 +47,9 @@ def reason(candidate: Counts, baseline: Figures, **limits: Any) -> str:
 def test_a_page_is_read_by_outcome_and_bucket() -> None:
     page = request_counts(9, 3, [0.05, 0.2, 0.2, 300.0], aborted=5)
     found = rollout_analysis.read(page)
-    assert found == Counts(12, 3, dict(zip((*BOUNDS, math.inf), (1, 3, 3, 3, 3, 4), strict=True)))
-    assert found.timed == 4
+    times = Times(dict(zip((*BOUNDS, math.inf), (1, 3, 3, 3, 3, 4), strict=True)))
+    assert found == Counts(12, 3, times)
+    assert found.first_tokens.count == 4
     for hostile in (
         "",
         "<html>",
@@ -72,7 +74,7 @@ def test_wilsons_interval_has_its_closed_forms() -> None:
 
 
 def test_a_page_that_contradicts_itself_does_no_harm() -> None:
-    impossible = Counts(1000, 5000, {1.0: 9000, 2.5: 9000, math.inf: 1000})
+    impossible = Counts(1000, 5000, Times({1.0: 9000, 2.5: 9000, math.inf: 1000}))
     assert reason(impossible, old(p90=0.25)) == "ErrorRate"
     assert reason(impossible, old(400, 4000, 0.25)) == ""
     assert reason(Counts(-5, 3), old(-1, 2)) == ""
@@ -172,7 +174,7 @@ def test_equal_revisions_are_not_told_apart_by_chance_however_often_they_are_com
             failed += sum(chance.random() < 0.1 for _ in range(20))
             slow += sum(chance.random() < 0.1 for _ in range(20))
             candidate = Counts(
-                requests, failed, {0.25: requests - slow, 2.5: requests - slow, math.inf: requests}
+                requests, failed, Times({0.25: requests - slow, 2.5: requests - slow, math.inf: requests})
             )
             assert reason(candidate, baseline, max_error_ratio=1) == "", (requests, failed, slow)
 
@@ -184,16 +186,35 @@ def test_a_tally_keeps_pods_that_are_gone_and_servers_that_restarted() -> None:
     tally.record("a", "old", counts(1200, 11, {0.2: 1200}))
     tally.record("c", "new", counts(7))
     total, recent = tally.total("old"), tally.recent("old")
-    assert (total.requests, total.failed, total.timed) == (1250, 11, 1200)
-    assert (recent.requests, recent.failed, recent.timed) == (200, 1, 200)
+    assert (total.requests, total.failed, total.first_tokens.count) == (1250, 11, 1200)
+    assert (recent.requests, recent.failed, recent.first_tokens.count) == (200, 1, 200)
     tally.record("c", "new", counts(3, 1))
     assert (tally.total("new").requests, tally.total("new").failed) == (10, 1)
     assert tally.total("other") == Counts()
 
 
 def test_pods_with_other_buckets_are_added_where_both_have_a_bound() -> None:
-    first, second = Counts(1, 0, {1.0: 1, 2.0: 1, math.inf: 1}), Counts(1, 0, {2.0: 0, math.inf: 1})
-    assert first.plus(second).first_tokens == {2.0: 1, math.inf: 2}
+    first, second = Times({1.0: 1, 2.0: 1, math.inf: 1}), Times({2.0: 0, math.inf: 1})
+    assert first.plus(second).buckets == {2.0: 1, math.inf: 2}
+
+
+@pytest.mark.parametrize(
+    ("slow", "p90", "limits", "verdict"),
+    [
+        (600, 0.02, {}, "SlowTokens"),
+        (200, 0.02, {}, ""),
+        (600, 0.5, {}, ""),
+        (600, None, {}, ""),
+        (600, 0.02, {"max_itl_increase_milliseconds": 600_000}, ""),
+        (600, 0.2, {"max_itl_increase_milliseconds": 0, "max_itl_ratio": 9}, ""),
+        (600, 0.02, {"min_requests": 200}, ""),
+    ],
+    ids=["slow", "two in ten may be", "below the ratio", "unknown", "off", "a higher ratio", "few requests"],
+)
+def test_times_between_tokens(slow: int, p90: float | None, limits: dict[str, int], verdict: str) -> None:
+    times = Times({0.025: 1000 - slow, 0.25: 1000 - slow, 1.0: 1000 - slow, 2.5: 1000, math.inf: 1000})
+    baseline = Figures("old", 400, 0, None, p90)
+    assert reason(Counts(150, 0, Times(), times), baseline, **limits) == verdict
 
 
 ROLLING = Analysis("RollingOut", Figures("new"), Figures("old"))

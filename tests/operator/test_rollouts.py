@@ -1,33 +1,16 @@
 """Rollouts by `kubectl skiff rollout`, and the rollback of a revision that fails, against a real API server."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-import pytest
 from apiserver import ApiServer
-from controlplane import ControlPlane
 from metrics_pages import MetricsPage, request_counts, served
 from operator_process import OperatorProcess, eventually
 from play_kubelet import REVISION, PlayKubelet
 
-from skiff_operator.cli.main import main
-
 Start = Callable[..., OperatorProcess]
 Run = Callable[..., tuple[int, str]]
-
-
-@pytest.fixture
-def skiff(api: ApiServer, plane: ControlPlane, capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
-    """Run `skiff rollout` in the namespace of the test: its exit code and its output."""
-
-    def run(action: str, *words: str) -> tuple[int, str]:
-        where = ["--kubeconfig", str(plane.kubeconfig), "--namespace", api.namespace]
-        code = main(["rollout", action, "llama", *words, *where], "skiff")
-        said = capsys.readouterr()
-        return code, said.out + said.err
-
-    yield run
 
 
 def create(api: ApiServer, **fields: Any) -> PlayKubelet:

@@ -87,5 +87,13 @@ class TrafficRun:
         return answer
 
 
+def check_report(report: dict[str, Any]) -> None:
+    """Fail unless every request was sent and had the right answer."""
+    failures = [window["failures"] for window in report["windows"] if window["failures"]]
+    assert not failures and report["not_sent"] == 0 and report["unanswered"] == 0, json.dumps(
+        report, indent=1
+    )
+
+
 def _answers(revision: str) -> str:
     return f"/tmp/{revision}.json"

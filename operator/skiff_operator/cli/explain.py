@@ -265,13 +265,16 @@ def _analysis(snapshot: Snapshot) -> Iterator[str]:
             age,
             str(figures.requests),
             str(figures.failed_requests),
-            "-" if figures.ttft_p90_seconds is None else f"{figures.ttft_p90_seconds:g}s",
+            *(
+                "-" if seconds is None else f"{seconds:g}s"
+                for seconds in (figures.ttft_p90_seconds, figures.itl_p90_seconds)
+            ),
         )
         for age, figures in (("new", analysis.candidate), ("old", analysis.baseline))
     ]
     until = f", until {analysis.until}" if analysis.phase == OBSERVING else ""
     yield f"Analysis: {analysis.phase}{until}\n" + table.render(
-        ("  REVISION", "", "REQUESTS", "FAILED", "TTFT P90"), rows
+        ("  REVISION", "", "REQUESTS", "FAILED", "TTFT P90", "ITL P90"), rows
     )
 
 

@@ -14,6 +14,7 @@ from skiff_operator.cli.cluster import Cluster
 from skiff_operator.errors import OperatorError
 from skiff_operator.kinds import CONTROLLER_REVISION, INFERENCE_SERVICE
 from skiff_operator.revisions import Revision
+from skiff_operator.status import CANARY
 from skiff_runtime import contract
 
 _POLL_SECONDS: Final = 1.0
@@ -56,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="the revision (default: the one before the present one)",
     )
+    _add_action(actions, "promote", "end the canary, and let its revision replace the old one", _promote)
     _add_action(actions, "pause", "replace no pods until `resume`", _pause)
     _add_action(actions, "resume", "replace pods again", _resume)
     _add_action(actions, "restart", "replace all pods by new ones of the same template", _restart)
@@ -125,11 +127,26 @@ def _progress(service: dict[str, Any], known: tuple[Revision, ...]) -> tuple[str
     progressing, ready = conditions["Progressing"], conditions["Ready"]
     if status["updateRevision"] != last.revision:  # type: ignore[union-attr]  # `handled` says that there is one
         return "Waiting for the operator to observe the spec...", False
+    if progressing["reason"] == CANARY:
+        return f"Waiting for the canary: {progressing['message']}{_figures(service)}", False
     if progressing["status"] == "True" or progressing["reason"] == "RolloutPaused":
         return f"Waiting for the rollout to finish: {_message(progressing, ready)}", False
     if progressing["reason"] != "RolloutComplete":
         raise OperatorError(f"{name}: {progressing['reason']}: {progressing['message']}")
     return f'inferenceservice "{name}" successfully rolled out', True
+
+
+def _figures(service: dict[str, Any]) -> str:
+    """Return how much a canary has proved so far; empty where nothing is compared."""
+    analysis = service["status"].get("analysis")
+    if analysis is None:
+        return ""
+    counts = [
+        f"{each.get('failedRequests', 0)} of {each.get('requests', 0)} requests failed"
+        for each in (analysis["candidate"], analysis["baseline"])
+    ]
+    needed = spec.parse(service).spec.rollout.analysis.min_requests
+    return f" ({counts[0]}, with the old revision {counts[1]}; {needed} are needed)"
 
 
 def _message(progressing: dict[str, Any], ready: dict[str, Any]) -> str:
@@ -166,8 +183,22 @@ def _history(connected: Cluster, arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _promote(connected: Cluster, arguments: argparse.Namespace) -> int:
+    """Request that the canary becomes an ordinary rollout."""
+    service = connected.service(arguments.name)
+    canary = service.get("status", {}).get("canary")
+    if canary is None:
+        raise OperatorError(f"{arguments.name} has no canary")
+    return _change(connected, service, _promotion(canary["revision"]), "promoted")
+
+
+def _promotion(revision: str) -> dict[str, Any]:
+    """Return the patch by which a revision is no canary."""
+    return {"metadata": {"annotations": {spec.ANNOTATION_PROMOTED_REVISION: revision}}}
+
+
 def _undo(connected: Cluster, arguments: argparse.Namespace) -> int:
-    """Write the spec of an earlier revision, with the present replicas, autoscaling and rollout policy."""
+    """Write the spec of an earlier revision, with the present replicas, autoscaling and rollout policy. It is no canary."""
     service = connected.service(arguments.name)
     present = _in_force(connected, service)
     if arguments.to_revision:
@@ -187,6 +218,8 @@ def _undo(connected: Cluster, arguments: argparse.Namespace) -> int:
     kept = {each: spec_now[each] for each in revisions.NOT_OF_PODS if each in spec_now}
     if "size" in spec_now.get("cache", {}) and "size" in old.get("cache", {}):
         kept["cache"] = spec_now["cache"]  # a claim cannot shrink
+    if spec_now.get("rollout", {}).get("canary") is not None:
+        connected.merge(INFERENCE_SERVICE, name, _promotion(chosen.revision))
     connected.replace_spec(INFERENCE_SERVICE, service, {**old, **kept})
     print(f"inferenceservice/{name} rolled back to revision {chosen.number}")
     return 0

@@ -2,10 +2,11 @@
 
 from typing import Any, Final
 
-from skiff_operator import rollout_strategy
+from skiff_operator import canary, rollout_strategy
 from skiff_operator.kinds import DEPLOYMENT
 from skiff_operator.resources import pod
 from skiff_operator.resources.metadata import (
+    ANNOTATION_CANARY,
     ANNOTATION_HASH,
     ANNOTATION_SPEC_HASH,
     LABEL_REVISION,
@@ -34,7 +35,7 @@ def build(service: InferenceService, settings: Settings) -> dict[str, Any]:
             "strategy": _strategy(policy, replace=policy.strategy == "Replace"),
             "minReadySeconds": 2,
             "revisionHistoryLimit": 3,
-            "progressDeadlineSeconds": policy.progress_deadline_seconds or _deadline_seconds(service),
+            "progressDeadlineSeconds": progress_deadline_seconds(service),
             "template": pod.build(service, settings),
         },
     )
@@ -60,20 +61,28 @@ def with_template(deployment: dict[str, Any], template: dict[str, Any], spec_has
     return made
 
 
-def with_strategy(deployment: dict[str, Any], policy: RolloutPolicy, choice: Choice | None) -> dict[str, Any]:
+def with_strategy(
+    deployment: dict[str, Any], policy: RolloutPolicy, choice: Choice | None, *, held: bool = False
+) -> dict[str, Any]:
     """Return a built Deployment with the strategy that was chosen for the rollout to its revision, stamped anew.
 
-    Under `strategy: Auto`, the reason to replace pods in place is recorded in an annotation.
+    Under `strategy: Auto`, the reason to replace pods in place is recorded in an annotation; and so is that the new pods are
+    a canary, which is `held`.
     """
     meta, spec = deployment["metadata"], deployment["spec"]
     reason = rollout_strategy.replaces(policy, choice, revision(deployment))
     annotations = dict(meta["annotations"])
     if reason and policy.strategy == "Auto":
         annotations[ANNOTATION_REPLACE_REASON] = reason
+    changes: dict[str, Any] = {"strategy": _strategy(policy, replace=bool(reason))}
+    if held:
+        annotations[ANNOTATION_CANARY] = revision(deployment)
+        update = canary.rolling_update(policy, spec["replicas"], replace=bool(reason))
+        changes = {"strategy": {"type": "RollingUpdate", "rollingUpdate": update}, **canary.held_seconds()}
     made = {
         **deployment,
         "metadata": {**meta, "annotations": annotations},
-        "spec": {**spec, "strategy": _strategy(policy, replace=bool(reason))},
+        "spec": {**spec, **changes},
     }
     stamp(made)
     return made
@@ -99,7 +108,10 @@ def _strategy(policy: RolloutPolicy, *, replace: bool) -> dict[str, Any]:
     }
 
 
-def _deadline_seconds(service: InferenceService) -> int:
-    """Return the progress deadline: image pull, start, and a download that may take as long as a start."""
+def progress_deadline_seconds(service: InferenceService) -> int:
+    """Return the progress deadline; by default image pull, start, and a download that may take as long as a start."""
+    given = service.spec.rollout.progress_deadline_seconds
+    if given is not None:
+        return given
     startup = service.spec.startup.timeout_seconds
     return _IMAGE_PULL_SECONDS + startup * (2 if service.source.is_fetched else 1)

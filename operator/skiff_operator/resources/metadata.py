@@ -15,6 +15,8 @@ ANNOTATION_SPEC_HASH: Final = f"{contract.API_GROUP}/spec-hash"
 """Hash of the spec from which a pod template was built, on ControllerRevisions and Deployments."""
 ANNOTATION_MODEL_CACHE: Final = f"{contract.API_GROUP}/model-cache"
 """The ModelCache whose shared claim a pod mounts. A claim alone does not show it: it may have other users."""
+ANNOTATION_CANARY: Final = f"{contract.API_GROUP}/canary"
+"""On a Deployment whose new pods are a canary: their revision."""
 LABEL_REVISION: Final = f"{contract.API_GROUP}/revision"
 
 
