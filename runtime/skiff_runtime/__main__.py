@@ -32,6 +32,10 @@ _BENCHMARKS: Final = {
     ),
     "structured": ("offline.structured", "grammar masks, filled row by row and in batches"),
     "overhead": ("online.overhead", "CPU time of each server process for a request and for a token"),
+    "router": (
+        "router.command",
+        "cost of the router beside others, and what clients see of faults behind it",
+    ),
     "routing": ("routing", "the router's policies in a simulated cluster, beside others"),
     "path": ("path", "cost of the serving path, with a stub in the engine's place"),
 }

@@ -26,12 +26,16 @@ class ServiceProcess:
     handle: psutil.Process
 
     def cpu_seconds(self) -> float:
-        """Return the CPU time of all its threads so far, ended ones included. Raises OSError if it has ended.
+        """Return the CPU time of all its threads so far. Raises OSError if it has ended."""
+        return read_cpu_seconds(self.handle.pid)
 
-        The process's clock counts nanoseconds. psutil reads ticks of 10 ms, too coarse for a process that is nearly
-        idle.
-        """
-        return time.clock_gettime((~self.handle.pid << 3) | _CPUCLOCK_SCHED)
+
+def read_cpu_seconds(pid: int) -> float:
+    """Return the CPU time of all threads of a process so far, ended ones included. Raises OSError if it has ended.
+
+    The process's clock counts nanoseconds. psutil reads ticks of 10 ms, too coarse for a process that is nearly idle.
+    """
+    return time.clock_gettime((~pid << 3) | _CPUCLOCK_SCHED)
 
 
 def find_service_processes(pid: int) -> list[ServiceProcess]:
