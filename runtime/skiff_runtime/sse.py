@@ -1,5 +1,6 @@
 """Server-sent events as OpenAI's API sends them: the encoder of the server, and the decoder of the shell and the benchmarks."""
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import msgspec
@@ -11,6 +12,7 @@ DONE: Final = b"[DONE]"
 DONE_EVENT: Final = b"data: " + DONE + b"\n\n"
 MAX_EVENT_BYTES: Final = 4 << 20
 _FIELD: Final = b"data:"
+_COMMENT: Final = b":"
 
 encode_json: Final = msgspec.json.Encoder().encode
 
@@ -41,7 +43,9 @@ class EventTemplate:
 class EventDecoder:
     """Decodes a stream that arrives in arbitrary parts into the data of its events; fields but ``data`` are skipped."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_comment: Callable[[bytes], None] | None = None) -> None:
+        """``on_comment``: called with the text of each comment that is not empty."""
+        self._on_comment = on_comment
         self._rest = b""
         self._data: list[bytes] = []
 
@@ -56,6 +60,10 @@ class EventDecoder:
             line = line.removesuffix(b"\r")
             if line.startswith(_FIELD):
                 self._data.append(line.removeprefix(_FIELD).removeprefix(b" "))
+            elif line.startswith(_COMMENT):
+                text = line.removeprefix(_COMMENT).strip()
+                if text and self._on_comment is not None:
+                    self._on_comment(text)
             elif not line and self._data:
                 events.append(b"\n".join(self._data))
                 self._data = []

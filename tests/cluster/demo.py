@@ -21,9 +21,13 @@ from providers import made
 
 CLUSTER: Final = Path(__file__).with_name("cluster.py")
 CHART: Final = REPOSITORY / "charts" / "skiff"
-SAMPLE: Final = REPOSITORY / "manifests" / "samples" / "llama-service.yaml"
+SAMPLES: Final = REPOSITORY / "manifests" / "samples"
+SAMPLE: Final = SAMPLES / "llama-service.yaml"
+FROM_ZERO: Final = SAMPLES / "llama-from-zero.yaml"
 NAMESPACE: Final = "default"
 SERVICE: Final = "llama"
+MODEL_AT_ZERO: Final = "llama-from-zero"
+ROUTER: Final = f"http://skiff-router.{OPERATOR_NAMESPACE}"
 QUESTION: Final = "How do I deploy a model with Skiff?"
 READY_SECONDS: Final = 300.0
 ANSWER_SECONDS: Final = 120.0
@@ -38,6 +42,7 @@ The cluster is still up. What to try next:
   kubectl describe infsvc {service}
   kubectl scale infsvc {service} --replicas=2
   kubectl run -it --rm chat --image={image} --restart=Never -- chat --url http://{service}
+  kubectl run -it --rm chat --image={image} --restart=Never -- chat --url {router} --model {at_zero}
   kubectl get --raw /api/v1/namespaces/{namespace}/services/{service}:http/proxy/metrics | grep ^skiff
 
 `make demo-down` removes all of it.
@@ -88,6 +93,7 @@ def install_operator(helm: str, kubeconfig: str) -> None:
     ]
     words += ["--wait", "--timeout", "3m"]
     words += ["--set", f"image.repository={repository},image.tag={tag},runtimeImage.cpu={runtime}"]
+    words += ["--set", "router.enabled=true"]
     command = [helm, "--kubeconfig", kubeconfig]
     if output([*command, "list", "--pending", "--short", "--namespace", OPERATOR_NAMESPACE]):
         with step("removing what an interrupted installation left"):
@@ -120,14 +126,14 @@ def wait_ready(kubectl: Kubectl) -> None:
     )
 
 
-def ask(kubectl: Kubectl, image: str) -> None:
-    """Ask one question from a pod, through the Service; the answer streams to the terminal."""
-    say(f"\nA pod asks http://{SERVICE}.{NAMESPACE}: {QUESTION}\n")
+def ask(kubectl: Kubectl, image: str, url: str, *, model: str = "") -> None:
+    """Ask one question from a pod; the answer streams to the terminal, after the progress of a start if it must wait for one."""
+    say(f"\nA pod asks {url}{f' for {model}' if model else ''}: {QUESTION}\n")
     words = [
         "-n",
         NAMESPACE,
         "run",
-        f"question-{os.getpid()}",
+        f"question-{os.getpid()}{'-router' if model else ''}",
         "--image",
         image,
         "--restart=Never",
@@ -135,10 +141,11 @@ def ask(kubectl: Kubectl, image: str) -> None:
         "-i",
     ]
     words += ["--image-pull-policy=IfNotPresent", "--quiet", "--pod-running-timeout=2m"]
-    command = kubectl.command(*words, "--", "chat", "--url", f"http://{SERVICE}", "--temperature", "0")
+    chat = ["chat", "--url", url, "--temperature", "0", *(["--model", model] if model else [])]
+    command = kubectl.command(*words, "--", *chat)
     done = subprocess.run(command, input=QUESTION + "\n", text=True, timeout=ANSWER_SECONDS, check=False)
     if done.returncode != 0:
-        raise ClusterError("the question was not answered; run `kubectl describe infsvc llama`")
+        raise ClusterError("the question was not answered; run `kubectl describe infsvc`")
 
 
 def up() -> None:
@@ -155,10 +162,16 @@ def up() -> None:
     wait_ready(kubectl)
     kubectl.show("-n", NAMESPACE, "get", "inferenceservices")
     image = cluster("image", "runtime")
-    ask(kubectl, image)
+    ask(kubectl, image, f"http://{SERVICE}.{NAMESPACE}")
+    say("\nNow a service without a pod: the router holds the question, and asks for one.\n")
+    kubectl.show("apply", "-n", NAMESPACE, "-f", FROM_ZERO.relative_to(REPOSITORY))
+    kubectl.show("-n", NAMESPACE, "get", "inferenceservices")
+    ask(kubectl, image, ROUTER, model=MODEL_AT_ZERO)
+    kubectl.show("-n", NAMESPACE, "get", "inferenceservices")
     say(f"\nThe demo took {time.monotonic() - started:.0f} s.")
     bin_dir = Path(helm).parent
-    say(NEXT.format(kubeconfig=kubeconfig, bin=bin_dir, service=SERVICE, namespace=NAMESPACE, image=image))
+    names = {"service": SERVICE, "namespace": NAMESPACE, "router": ROUTER, "at_zero": MODEL_AT_ZERO}
+    say(NEXT.format(kubeconfig=kubeconfig, bin=bin_dir, image=image, **names))
 
 
 def down() -> None:
@@ -174,7 +187,9 @@ def down() -> None:
     if succeeds(kubectl.command("get", "--raw", "/readyz")) and operator_installation.ours:
         with step("removing the service and the operator"):
             output(
-                kubectl.command("delete", "--ignore-not-found", "-n", NAMESPACE, "-f", SAMPLE),
+                kubectl.command(
+                    "delete", "--ignore-not-found", "-n", NAMESPACE, "-f", SAMPLE, "-f", FROM_ZERO
+                ),
                 timeout_seconds=180,
             )
             output([cluster("helm-path"), "--kubeconfig", kubeconfig, "uninstall", "skiff", "--ignore-not-found", "--wait",

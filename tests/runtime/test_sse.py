@@ -16,9 +16,11 @@ EVENTS = [b'{"a": 1}', b"two\nlines", "é".encode(), b"[DONE]"]
 @given(st.lists(st.integers(0, len(STREAM)), max_size=12))
 def test_events_survive_any_cut(cuts: list[int]) -> None:
     edges = [0, *sorted(cuts), len(STREAM)]
-    decoder = EventDecoder()
+    comments: list[bytes] = []
+    decoder = EventDecoder(comments.append)
     pieces = [STREAM[low:high] for low, high in itertools.pairwise(edges)]
     assert [event for piece in pieces for event in decoder.feed(piece)] == EVENTS
+    assert comments == [b"comment"]
 
 
 def test_an_endless_event_is_refused() -> None:

@@ -1,8 +1,8 @@
 """An HTTP server with canned responses of the streaming API, for tests of clients.
 
 The text of the prompt or of the last message selects the response: ``cut`` drops the connection midway, ``busy`` is a
-429, ``broken`` sends an error event, ``slow`` waits a minute between two tokens, ``think`` begins with reasoning; any
-other text is answered with ``max_tokens`` (default 5) words.
+429, ``broken`` sends an error event, ``slow`` waits a minute between two tokens, ``think`` begins with reasoning, ``start``
+with the comments of a router that waits for a pod; any other text is answered with ``max_tokens`` (default 5) words.
 """
 
 import json
@@ -86,6 +86,8 @@ class _Handler(BaseHTTPRequestHandler):
         count = body.get("max_tokens", DEFAULT_WORDS)
         if script == "think":
             self._event({"choices": [{"delta": {"reasoning_content": "hmm"}}]})
+        if script == "start":
+            self._chunk(b": waiting for a pod\n\n:\n\n: loading\x1b[2J weights 43%\n\n")
         for index in range(count):
             self._word(f"w{index} ", chat)
             if script == "cut" and index == 1:

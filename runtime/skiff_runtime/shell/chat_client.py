@@ -1,7 +1,7 @@
 """HTTP client of a server's chat API, for ``skiff chat``."""
 
 import json
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import httpx
@@ -34,12 +34,14 @@ class ChatClient:
     """Client of one server.
 
     ``output_tokens`` is the number of tokens of the latest answer, as the server counts them; 0 before the answer ends.
+    ``on_progress`` is called with the words in which a router reports the start of a pod, while the answer waits for it.
     """
 
     def __init__(self, url: str, *, model: str | None = None, key: str | None = None) -> None:
         """Connect, and use the first served model unless ``model`` names one. Raises ``ChatError``."""
         self.url = url.rstrip("/")
         self.output_tokens = 0
+        self.on_progress: Callable[[str], None] = _ignore
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         self._http = httpx.Client(timeout=_TIMEOUT, trust_env=False, headers=headers)
         served = self._fetch_model_names()
@@ -85,7 +87,7 @@ class ChatClient:
         return names
 
     def _read_answer(self, raw: Iterator[bytes]) -> Iterator[AnswerDelta]:
-        decoder = EventDecoder()
+        decoder = EventDecoder(lambda text: self.on_progress(text.decode(errors="replace")))
         for part in raw:
             for data in decoder.feed(part):
                 if data == DONE:
@@ -111,6 +113,10 @@ class ChatClient:
             raise ChatError(
                 f"the server sent an event that does not belong to the chat API ({error!r})"
             ) from error
+
+
+def _ignore(text: str) -> None:
+    """Show no progress."""
 
 
 def _read(response: httpx.Response) -> bytes:

@@ -17,7 +17,7 @@ from skiff_runtime.processes.local_server import LocalServer
 from skiff_runtime.shell.chat_client import ChatClient, ChatError, ServerUnreachable
 from skiff_runtime.shell.conversation import HELP, Conversation
 from skiff_runtime.shell.sampling_parameters import PARAMETERS, parse_parameter
-from skiff_runtime.shell.terminal import PipedChat, TerminalChat
+from skiff_runtime.shell.terminal import PipedChat, TerminalChat, report_progress
 
 DEFAULT_URL: Final = f"http://127.0.0.1:{API_PORT}"
 DEMO: Final = "demo://"
@@ -83,7 +83,10 @@ def run(arguments: argparse.Namespace) -> int:
         conversation = Conversation(client, arguments.system, **_parameters(arguments))
         if sys.stdin.isatty() and sys.stdout.isatty():
             print(f"Connected to {client.model} at {client.url}.")
-            return TerminalChat(conversation, client.model).run()
+            terminal = TerminalChat(conversation, client.model)
+            client.on_progress = terminal.show_progress
+            return terminal.run()
+        client.on_progress = report_progress
         return PipedChat(conversation).run()
 
 

@@ -25,6 +25,7 @@ class TerminalChat:
     def __init__(self, conversation: Conversation, model: str) -> None:
         self._conversation = conversation
         self._model = model
+        self._shows_progress = False
         self._prompt: PromptSession[str] = PromptSession(
             history=_history(), key_bindings=_keys(), multiline=True
         )
@@ -50,11 +51,28 @@ class TerminalChat:
         elif line:
             self._answer(line)
 
+    def show_progress(self, text: str) -> None:
+        """Show what an answer waits for, in its place."""
+        self._shows_progress = True
+        self._begin_answer(f"\x1b[2m{printable(text)}\x1b[0m")
+
+    def _begin_answer(self, text: str = "") -> None:
+        """Begin the line of an answer, or begin it anew."""
+        print(f"\r\x1b[K\x1b[1;36m{self._model}>\x1b[0m {text}", end="", flush=True)
+
+    def _replace_progress(self, answer: Iterator[AnswerDelta]) -> Iterator[AnswerDelta]:
+        for delta in answer:
+            if self._shows_progress:
+                self._shows_progress = False
+                self._begin_answer()
+            yield delta
+
     def _answer(self, question: str) -> None:
-        print(f"\x1b[1;36m{self._model}>\x1b[0m ", end="", flush=True)
+        self._shows_progress = False
+        self._begin_answer()
         answer = self._conversation.ask(question)
         try:
-            _write(answer, reasoning=True)
+            _write(self._replace_progress(answer), reasoning=True)
         except KeyboardInterrupt:
             print(" …", end="")
         except ChatError as error:
@@ -96,6 +114,11 @@ class PipedChat:
                 return False
             print(flush=True)
         return True
+
+
+def report_progress(text: str) -> None:
+    """Write what an answer waits for to the standard error, so that the standard output has answers alone."""
+    print(f"skiff: {printable(text)}", file=sys.stderr, flush=True)
 
 
 def printable(text: str) -> str:

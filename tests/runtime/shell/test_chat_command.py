@@ -115,6 +115,12 @@ def test_reasoning_is_neither_printed_to_a_pipe_nor_sent_back(server: CannedServ
     assert server.bodies[1]["messages"][1]["content"].strip() == ANSWER
 
 
+def test_progress_of_a_start_is_written_to_the_standard_error(server: CannedServer) -> None:
+    done = run_piped(server, "start\n")
+    assert done.stdout.strip() == ANSWER
+    assert done.stderr.splitlines() == ["skiff: waiting for a pod", "skiff: loading[2J weights 43%"]
+
+
 def test_api_key_comes_from_the_flag_or_the_environment(
     server: CannedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,6 +232,11 @@ def test_terminal_streams_answers_and_keeps_the_interrupted_one(
     screen.expect("you>")
     screen.type("think\r")
     screen.expect("\x1b[2mhmm\x1b[0m\r\n\r\nw0 ")
+    screen.expect("you>")
+    screen.type("start\r")
+    screen.expect("\x1b[2mwaiting for a pod\x1b[0m")
+    screen.expect("weights 43%\x1b[0m\r\x1b[K")
+    screen.expect("w0 w1")
     screen.expect("you>")
     screen.type("slow\r")
     screen.expect("w1")
