@@ -33,7 +33,7 @@ TRAFFIC_REPORTS ?= dist/traffic
 GPU_SHAPES ?= qwen3-0.6b llama-3.1-8b qwen3-14b
 GPU_BENCH := --load-format dummy --max-model-len 4096 --max-num-batched-tokens 16384 --max-running-requests 256
 
-.PHONY: help setup check format chart-readme test test-latest browser test-browser screenshots matrix checkpoint test-clients soak gpu-test tp-test gpu-bench e2e traffic cluster cluster-down kubeconfig images demo demo-down bench bench-operator bench-operator-pods clean
+.PHONY: help setup check format chart-readme test test-latest browser test-browser screenshots matrix checkpoint test-clients soak gpu-test tp-test gpu-bench e2e traffic traffic-router cluster cluster-down kubeconfig images demo demo-down bench bench-operator bench-operator-pods clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -119,6 +119,12 @@ traffic: setup ## 100,000 requests through a Service while its pods, operator an
 	$(CLUSTER) images operator runtime client
 	SKIFF_TEST_TRAFFIC_REQUESTS=$(TRAFFIC_REQUESTS) SKIFF_TEST_TRAFFIC_RATE=$(TRAFFIC_RATE) SKIFF_TEST_TRAFFIC_REPORTS=$(TRAFFIC_REPORTS) \
 		$(PYTEST) -s --timeout 1800 tests/e2e/test_traffic.py $(PYTEST_ARGS)
+
+traffic-router: setup ## The same through the router: rollouts, scaling by load, from zero pods and back; an hour
+	$(CLUSTER) up
+	$(CLUSTER) images operator runtime client
+	SKIFF_TEST_TRAFFIC_REQUESTS=$(TRAFFIC_REQUESTS) SKIFF_TEST_TRAFFIC_RATE=$(TRAFFIC_RATE) SKIFF_TEST_TRAFFIC_REPORTS=$(TRAFFIC_REPORTS) \
+		$(PYTEST) -s --timeout 3600 tests/e2e/test_router_traffic.py $(PYTEST_ARGS)
 
 cluster: ## Bring up a Kubernetes to test on: $$KUBECONFIG, kind, or one node built from Go modules
 	$(CLUSTER) up

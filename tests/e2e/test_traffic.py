@@ -10,7 +10,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,7 +20,8 @@ from kube import Kube, KubectlError, Object, inference_service, tool, wait
 from onenode import OneNode
 from paths import layout
 from providers import made
-from traffic import CONNECT_TIMEOUT_SECONDS, Failure, make_table
+from traffic import CONNECT_TIMEOUT_SECONDS, Failure
+from traffic_reports import check, publish, save
 from traffic_run import TrafficRun
 
 NAME: Final = "traffic"
@@ -47,7 +48,6 @@ KILLS: Final = ("processes killed", "pod deleted by force")
 NOTICE_SECONDS: Final = 15.0 + CONNECT_TIMEOUT_SECONDS
 """Time after a kill within which requests may fail: the command, the kubelet and the endpoints on a crowded machine, and then a
 connection to the pod that is gone."""
-LATE_SECONDS: Final = 3.0
 QUIET_SECONDS: Final = 2.0
 WITHOUT_API_SECONDS: Final = 40.0
 """Less than the 50 s after which Kubernetes' controller manager finds the node's lease too old, once it can read again: it
@@ -72,11 +72,7 @@ def reports() -> Iterator[dict[str, dict[str, Any]]]:
     """The reports of all scenarios by name; printed as a table at the end, which REPORTS/traffic.md gets as well."""
     collected: dict[str, dict[str, Any]] = {}
     yield collected
-    table = make_table(collected)
-    print(f"\n{table}")
-    if REPORTS:
-        Path(REPORTS).mkdir(parents=True, exist_ok=True)
-        (Path(REPORTS) / "traffic.md").write_text(f"{table}\n")
+    publish(collected, REPORTS, "traffic.md")
 
 
 @pytest.fixture(scope="module")
@@ -140,26 +136,10 @@ def traffic(
         time.sleep(QUIET_SECONDS)
         reports[name] = scenario.run.stop()
         stopped = True
-        if REPORTS:
-            Path(REPORTS).mkdir(parents=True, exist_ok=True)
-            (Path(REPORTS) / f"{name}.json").write_text(json.dumps(reports[name], indent=1))
+        save(name, reports[name], REPORTS)
     finally:
         if not stopped:
             print(json.dumps(scenario.run.stop(), indent=1))
-
-
-def check(report: dict[str, Any], *, failures: Collection[str] = ()) -> None:
-    """Fail unless every request was sent and answered rightly, except for these kinds of failures."""
-    late = report["latest_arrival_seconds"]
-    assert late < LATE_SECONDS, (
-        f"the driver itself was {late} s late: the machine is too slow for {report['rate']:g} requests a second"
-    )
-    found = {kind for window in report["windows"] for kind in window["failures"]}
-    problems = found - set(failures)
-    assert not problems and report["not_sent"] == 0 and report["unanswered"] == 0, json.dumps(
-        report, indent=1
-    )
-    assert all(window["requests"] for window in report["windows"]), report["windows"]
 
 
 def pods(kube: Kube) -> list[Object]:
