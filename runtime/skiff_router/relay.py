@@ -171,6 +171,7 @@ class Relay:
         self._held_bytes = 0
         self._events = False
         self._tail = b""
+        self._separator = b""
         self._last = self._before_last = b""
         self._num_events = 0
 
@@ -206,11 +207,14 @@ class Relay:
         if not self._events:
             self._writer.write(data)
             return
-        if not self._tail and data.endswith(b"\n\n"):
+        separator = self._separator
+        if separator and not self._tail and data.endswith(separator):
             self._pass_on_events(data)
             return
         data = self._tail + data
-        end = data.rfind(b"\n\n") + 2 if b"\n\n" in data else 0
+        if not separator:
+            separator = self._separator = _find_separator(data)
+        end = data.rfind(separator) + len(separator) if separator and separator in data else 0
         if len(data) - end > MAX_EVENT_BYTES:
             end = len(data)
         self._tail = data[end:]
@@ -262,7 +266,7 @@ class Relay:
     def _pass_on_events(self, data: bytes) -> None:
         """Pass whole events on. The last two pieces are kept for the usage, which the last events may have."""
         self._before_last, self._last = self._last, data
-        self._num_events += data.count(b"\n\n")
+        self._num_events += data.count(self._separator) if self._separator else 0
         self._writer.write(data)
 
     def _pass_on_held(self) -> None:
@@ -274,3 +278,17 @@ class Relay:
     def _set(self, outcome: Outcome) -> None:
         if not self.outcome.done():
             self.outcome.set_result(outcome)
+
+
+def _find_separator(data: bytes) -> bytes:
+    """Return the empty line that ends events, by the first line of a stream; b"" while its line end is not known.
+
+    Lines end with LF, CR LF or CR; servers use one of them throughout.
+    """
+    line_feed, carriage_return = data.find(b"\n"), data.find(b"\r")
+    if carriage_return < 0 or 0 <= line_feed < carriage_return:
+        return b"\n\n" if line_feed >= 0 else b""
+    following = data[carriage_return + 1 : carriage_return + 2]
+    if not following:
+        return b""
+    return b"\r\n\r\n" if following == b"\n" else b"\r\r"

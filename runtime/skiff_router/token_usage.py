@@ -86,7 +86,7 @@ def read_body_usage(body: bytes) -> TokenUsage | None:
 
 def read_stream_usage(tail: bytes) -> TokenUsage | None:
     """Return the counts in the last events of a stream; None if they have none. ``tail``: the last bytes of the stream."""
-    data = [line[len(_DATA) :] for line in tail.split(b"\n") if line.startswith(_DATA)]
+    data = [line[len(_DATA) :] for line in tail.splitlines() if line.startswith(_DATA)]
     for each in reversed(data[-TAIL_EVENTS:]):
         if (usage := read_body_usage(each)) is not None:
             return usage

@@ -167,6 +167,41 @@ def test_stream_is_passed_on_event_by_event() -> None:
     run(test())
 
 
+@pytest.mark.parametrize("line_end", ["\n", "\r\n", "\r"])
+def test_events_are_passed_on_whole_whatever_ends_their_lines(line_end: str) -> None:
+    """Each event in two pieces, the first of which ends inside its last line end; the client sees it before the next one."""
+    seen = asyncio.Event()
+
+    async def answer(request: PodRequest, writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM_HEAD)
+        for text in ("a", "b"):
+            data = f'data: {{"text": "{text}"}}{2 * line_end}'.encode()
+            writer.write(chunk(data[:-1]))
+            await writer.drain()
+            await asyncio.sleep(0.02)
+            writer.write(chunk(data[-1:]))
+            await writer.drain()
+            if text == "a":
+                await asyncio.wait_for(seen.wait(), 10)
+        usage = '{"usage": {"prompt_tokens": 5, "completion_tokens": 2}}'
+        writer.write(chunk(f"data: {usage}{2 * line_end}".encode()) + chunk(b""))
+
+    async def test() -> None:
+        async with routed(answer) as (running, _):
+            text = ""
+            async with running.stream(CHAT) as reply:
+                async for part in reply.aiter_text():
+                    text += part
+                    if "a" in text and text.endswith(2 * line_end):
+                        seen.set()
+            first = f'data: {{"text": "a"}}{2 * line_end}data: {{"text": "b"}}{2 * line_end}'
+            assert text.startswith(first)
+            metrics = await running.metrics()
+            assert metrics['skiff_router_tokens_total{key="",kind="completion",model="a"}'] == 2
+
+    run(test())
+
+
 @pytest.mark.parametrize("then", ["reset", "half an event"])
 @pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
 def test_stream_that_breaks_ends_with_an_error_event_and_is_not_retried(path: str, then: str) -> None:
