@@ -17,6 +17,7 @@ DEFAULT_PORT: Final = 8080
 MAX_BACKENDS: Final = 1024
 MAX_NAMESPACES: Final = 64
 """Each costs the API server two watches."""
+FLAG_BACKEND_API_KEY_FILE: Final = "--backend-api-key-file"
 FLAG_LIMITS_FILE: Final = "--limits-file"
 FLAG_USAGE_LOG: Final = "--usage-log"
 _BACKEND: Final = re.compile(
@@ -63,7 +64,7 @@ class RouterConfig:
     api_key_file: str | None
     limits_file: str | None
     usage_log: str | None
-    backend_api_key: str
+    backend_api_key_file: str | None
     first_byte_timeout_seconds: float
     drain_timeout_seconds: float
     max_waiting_requests: int
@@ -131,7 +132,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"{STDOUT}: the standard output",
     )
     parser.add_argument(
-        "--backend-api-key-file",
+        FLAG_BACKEND_API_KEY_FILE,
         default=None,
         metavar="FILE",
         help=f"file with the one API key that pods require of the router; only with {FLAG_API_KEY_FILE}",
@@ -217,14 +218,13 @@ def from_arguments(arguments: argparse.Namespace) -> RouterConfig:
         raise ConfigError(
             f"{FLAG_LIMITS_FILE} without {FLAG_API_KEY_FILE} has no meaning; add {FLAG_API_KEY_FILE}"
         )
-    backend_key = ""
     if arguments.backend_api_key_file is not None:
         if arguments.api_key_file is None:
             raise ConfigError(
-                f"--backend-api-key-file without {FLAG_API_KEY_FILE} would give everyone the router's own rights; "
+                f"{FLAG_BACKEND_API_KEY_FILE} without {FLAG_API_KEY_FILE} would give everyone the router's own rights; "
                 f"add {FLAG_API_KEY_FILE}"
             )
-        backend_key = _read_single_key(arguments.backend_api_key_file)
+        read_single_key(arguments.backend_api_key_file, FLAG_BACKEND_API_KEY_FILE)
     if arguments.kubernetes == bool(arguments.backend):
         raise ConfigError("give either --kubernetes, or at least one --backend MODEL=http://HOST:PORT")
     if arguments.namespace and not arguments.kubernetes:
@@ -247,7 +247,7 @@ def from_arguments(arguments: argparse.Namespace) -> RouterConfig:
         api_key_file=arguments.api_key_file,
         limits_file=arguments.limits_file,
         usage_log=arguments.usage_log,
-        backend_api_key=backend_key,
+        backend_api_key_file=arguments.backend_api_key_file,
         first_byte_timeout_seconds=arguments.first_byte_timeout_seconds,
         drain_timeout_seconds=arguments.drain_timeout_seconds,
         max_waiting_requests=arguments.max_waiting_requests,
@@ -259,10 +259,11 @@ def from_arguments(arguments: argparse.Namespace) -> RouterConfig:
     )
 
 
-def _read_single_key(path: str) -> str:
-    keys = list(read_api_keys(str(Path(path)), "--backend-api-key-file"))
+def read_single_key(path: str, flag: str) -> str:
+    """Return the one API key in a file. Raises ConfigError if it cannot be read, or holds another number of keys."""
+    keys = list(read_api_keys(str(Path(path)), flag))
     if len(keys) != 1:
-        raise ConfigError(f"--backend-api-key-file {path} holds {len(keys)} keys; it must hold one")
+        raise ConfigError(f"{flag} {path} holds {len(keys)} keys; it must hold one")
     return keys[0]
 
 

@@ -6,6 +6,7 @@ another pod is not, but nothing of it is failed: the prober decides about that, 
 """
 
 import asyncio
+from collections.abc import Callable
 from typing import Final
 
 import msgspec
@@ -120,10 +121,10 @@ class _Follower:
 class EventWatcher:
     """Follows every pod of a registry."""
 
-    def __init__(self, registry: Registry, api_key: str = "") -> None:
-        """``api_key``: sent with each request; Skiff's own pods need none."""
+    def __init__(self, registry: Registry, get_key: Callable[[], str] = str) -> None:
+        """``get_key``: returns the API key for a request; Skiff's own pods need none."""
         self._registry = registry
-        self._api_key = api_key
+        self._get_key = get_key
         self._tasks: dict[Endpoint, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
@@ -193,7 +194,7 @@ class EventWatcher:
         connection = await pool.connect()
         follower = _Follower(endpoint, connection)
         target = f"{contract.PATH_EVENTS}?include={INCLUDE_PROMPT_BLOCKS}"
-        connection.send((format_get(endpoint.address, target, self._api_key),), follower)
+        connection.send((format_get(endpoint.address, target, self._get_key()),), follower)
         try:
             async with asyncio.timeout(FIRST_EVENT_SECONDS):
                 await follower.first.wait()

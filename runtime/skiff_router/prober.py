@@ -5,6 +5,7 @@ A pod is probed every ``PROBE_SECONDS``. The API process of a busy pod answers w
 """
 
 import asyncio
+from collections.abc import Callable
 from typing import Final
 
 from skiff_router.endpoints import PROBE_SECONDS, PROBE_TIMEOUT_SECONDS, Endpoint, Registry
@@ -20,11 +21,11 @@ MAX_RESPONSE_BYTES: Final = 1 << 20
 class Prober:
     """Probes every pod of a registry, each by a connection of its own: those of requests may all be busy."""
 
-    def __init__(self, registry: Registry, exchanges: Exchanges, api_key: str = "") -> None:
-        """``api_key``: sent with each probe; Skiff's own probes need none, those of other servers may."""
+    def __init__(self, registry: Registry, exchanges: Exchanges, get_key: Callable[[], str] = str) -> None:
+        """``get_key``: returns the API key for a probe; Skiff's own probes need none, those of other servers may."""
         self._registry = registry
         self._exchanges = exchanges
-        self._api_key = api_key
+        self._get_key = get_key
         self._slots = asyncio.Semaphore(MAX_CONCURRENT_PROBES)
         self._pools: dict[Endpoint, ConnectionPool] = {}
 
@@ -67,6 +68,6 @@ class Prober:
     async def _get(self, endpoint: Endpoint) -> int:
         """Return the status of the readiness path."""
         pool = self._pools.setdefault(endpoint, ConnectionPool(endpoint.address))
-        request = format_get(endpoint.address, contract.PATH_READYZ, self._api_key)
+        request = format_get(endpoint.address, contract.PATH_READYZ, self._get_key())
         status, _ = await fetch(pool, request, seconds=PROBE_TIMEOUT_SECONDS, limit=MAX_RESPONSE_BYTES)
         return status

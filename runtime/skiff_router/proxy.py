@@ -7,6 +7,7 @@ ends with the error, in the shape of its API, and the client decides.
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -71,12 +72,12 @@ class ProxySettings:
     """Settings of all requests.
 
     ``first_byte_seconds``: time limit until the first byte of a response. ``forward_credentials``: the client's API key goes
-    to the pod, which checks it; otherwise the pod gets ``backend_key``, or none if it is empty.
+    to the pod, which checks it; otherwise the pod gets what ``get_backend_key`` returns, or none if that is empty.
     """
 
     first_byte_seconds: float
     forward_credentials: bool
-    backend_key: str = ""
+    get_backend_key: Callable[[], str] = str
 
 
 class Exchanges:
@@ -249,7 +250,9 @@ class _RoutedRequest:
     def _read_prompt(self, fields: RoutedBody, backend: Backend) -> Prompt:
         settings = self._context.settings
         key = (
-            get_key(self._scope["headers"]) if settings.forward_credentials else settings.backend_key.encode()
+            get_key(self._scope["headers"])
+            if settings.forward_credentials
+            else settings.get_backend_key().encode()
         )
         return read_prompt(fields, backend, key, with_blocks=self._context.policy.reads_blocks)
 
@@ -392,7 +395,7 @@ class _RoutedRequest:
             if name not in _NOT_FORWARDED and (settings.forward_credentials or name not in _CREDENTIALS):
                 lines.append(b"%b: %b\r\n" % (name, value))
         if not settings.forward_credentials:
-            lines.append(bearer_line(settings.backend_key).encode())
+            lines.append(bearer_line(settings.get_backend_key()).encode())
         lines.append(_REPORT_USAGE)
         lines.append(b"x-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (self._id.encode(), len(self._body)))
         return b"".join(lines), self._body

@@ -7,7 +7,13 @@ from typing import Final
 import uvloop
 
 from skiff_router.app import RouterApp, posts
-from skiff_router.config import FLAG_LIMITS_FILE, FLAG_USAGE_LOG, RouterConfig
+from skiff_router.config import (
+    FLAG_BACKEND_API_KEY_FILE,
+    FLAG_LIMITS_FILE,
+    FLAG_USAGE_LOG,
+    RouterConfig,
+    read_single_key,
+)
 from skiff_router.discovery import KubernetesDiscovery
 from skiff_router.endpoints import Registry
 from skiff_router.event_watcher import EventWatcher
@@ -80,6 +86,10 @@ class RouterServer:
         self._metering = Metering(
             limiter=self._limiter, metrics=self._metrics, keys=key_file, log=self._usage_log
         )
+        self._backend_key: ReloadedFile[str] | None = None
+        if config.backend_api_key_file is not None:
+            file = config.backend_api_key_file
+            self._backend_key = ReloadedFile(file, FLAG_BACKEND_API_KEY_FILE, read_single_key)
         context = ProxyContext(
             registry=self._registry,
             policy=make_policy(config.policy),
@@ -90,12 +100,12 @@ class RouterServer:
             settings=ProxySettings(
                 first_byte_seconds=config.first_byte_timeout_seconds,
                 forward_credentials=key_file is None,
-                backend_key=config.backend_api_key,
+                get_backend_key=self._get_backend_key,
             ),
             budget=RetryBudget(),
         )
-        self._prober = Prober(self._registry, exchanges, config.backend_api_key)
-        self._watcher = EventWatcher(self._registry, config.backend_api_key)
+        self._prober = Prober(self._registry, exchanges, self._get_backend_key)
+        self._watcher = EventWatcher(self._registry, self._get_backend_key)
         app = AccessMiddleware(
             RouterApp(self._registry, self._metrics, is_ready=self._is_ready),
             posts=posts(Proxy(context, BodyReader(config.max_request_bytes, max_values=MIN_VALUE_LIMIT))),
@@ -128,6 +138,12 @@ class RouterServer:
             self._metrics.record_reload(FLAG_LIMITS_FILE, success=True)
             self._warn_of_unknown_names()
             watch = self._limits_file.watch(on_change=self._take_limits, on_failure=self._keep_limits)
+            tasks.append(loop.create_task(watch))
+        if self._backend_key is not None:
+            self._metrics.record_reload(FLAG_BACKEND_API_KEY_FILE, success=True)
+            watch = self._backend_key.watch(
+                on_change=self._take_backend_key, on_failure=self._keep_backend_key
+            )
             tasks.append(loop.create_task(watch))
         for task in tasks:
             task.add_done_callback(self._end_if_failed)
@@ -171,6 +187,20 @@ class RouterServer:
         """Report limits that cannot be used; the last ones stay in force."""
         log.error("limits_not_reloaded", reason=error)
         self._metrics.record_reload(FLAG_LIMITS_FILE, success=False)
+
+    def _get_backend_key(self) -> str:
+        """Return the API key for pods, empty for none."""
+        return "" if self._backend_key is None else self._backend_key.value
+
+    def _take_backend_key(self, _before: str) -> None:
+        """Report another key for pods, which the next request sends."""
+        log.event("backend_key_reloaded")
+        self._metrics.record_reload(FLAG_BACKEND_API_KEY_FILE, success=True)
+
+    def _keep_backend_key(self, error: ConfigError) -> None:
+        """Report a file that cannot be used; the last key stays in use."""
+        log.error("backend_key_not_reloaded", reason=error)
+        self._metrics.record_reload(FLAG_BACKEND_API_KEY_FILE, success=False)
 
     def _warn_of_unknown_names(self) -> None:
         """Report limits for names that no key has: they may be misspelled, and then the default applies."""

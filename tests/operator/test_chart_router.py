@@ -11,7 +11,7 @@ from helm import CHART, Helm, HelmError
 
 from skiff_operator.settings import from_arguments
 from skiff_router import policies
-from skiff_router.config import DEFAULT_PORT, RouterConfig, add_arguments
+from skiff_router.config import DEFAULT_PORT, RouterConfig, add_arguments, read_single_key
 from skiff_router.config import from_arguments as router_config
 from skiff_router.limits import KeyLimits, read_limits
 from skiff_runtime import contract
@@ -157,8 +157,9 @@ def test_keys_and_limits_are_mounted_where_the_router_reads_them(helm: Helm, tmp
     (tmp_path / "limits").mkdir()
     (tmp_path / "limits" / file).write_text(text)
     found = config(objects, tmp_path)
-    assert (found.backend_api_key, found.usage_log, found.policy, found.max_connections) == (
-        "y",
+    assert found.backend_api_key_file is not None
+    assert read_single_key(found.backend_api_key_file, "--backend-api-key-file") == "y"
+    assert (found.usage_log, found.policy, found.max_connections) == (
         "-",
         "round-robin",
         7,

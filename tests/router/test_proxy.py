@@ -340,13 +340,33 @@ def test_keys_are_checked_here_and_not_passed_on(tmp_path: Any) -> None:
     async def test() -> None:
         keys = tmp_path / "keys"
         keys.write_text("team: client-key\n")
+        backend_key = tmp_path / "backend-key"
+        backend_key.write_text("pod-key\n")
         async with pods(says("a")) as (a,):
-            config = make_config({"a": (a.address,)}, api_key_file=str(keys), backend_api_key="pod-key")
+            config = make_config(
+                {"a": (a.address,)}, api_key_file=str(keys), backend_api_key_file=str(backend_key)
+            )
             async with router(config) as running:
                 assert (await running.post(CHAT, {"model": "a"})).status_code == 401
                 headers = {"authorization": "Bearer client-key"}
                 assert (await running.post(CHAT, {"model": "a"}, headers=headers)).status_code == 200
                 assert a.requests[0].headers["authorization"] == "Bearer pod-key"
+                backend_key.write_text("two\nkeys\n")
+                reloaded = 'skiff_router_last_reload_successful{flag="--backend-api-key-file"}'
+
+                async def is_refused() -> bool:
+                    return (await running.metrics())[reloaded] == 0
+
+                await until(is_refused)
+                assert (await running.post(CHAT, {"model": "a"}, headers=headers)).status_code == 200
+                assert a.requests[-1].headers["authorization"] == "Bearer pod-key", "the last good key stays"
+                backend_key.write_text("next-key\n")
+
+                async def is_sent() -> bool:
+                    await running.post(CHAT, {"model": "a"}, headers=headers)
+                    return a.requests[-1].headers["authorization"] == "Bearer next-key"
+
+                await until(is_sent)
 
     run(test())
 

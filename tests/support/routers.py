@@ -40,7 +40,7 @@ def make_config(backends: Mapping[str, tuple[Address, ...]], **changes: Any) -> 
         "api_key_file": None,
         "limits_file": None,
         "usage_log": None,
-        "backend_api_key": "",
+        "backend_api_key_file": None,
         "first_byte_timeout_seconds": 30.0,
         "drain_timeout_seconds": 10.0,
         "max_waiting_requests": 64,
