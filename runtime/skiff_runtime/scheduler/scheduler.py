@@ -142,7 +142,7 @@ class Scheduler:
         elif isinstance(item, FlushCache):
             self._flush(item.uid)
         elif isinstance(item, WatchCache):
-            self._cache.watch(prompts=item.prompts, blocks=item.blocks)
+            self._cache.watch(prompts=item.prompts, blocks=item.blocks, tokens=item.tokens)
         else:
             self._should_stop = True
 
