@@ -167,7 +167,7 @@ def _history(connected: Cluster, arguments: argparse.Namespace) -> int:
 
 
 def _undo(connected: Cluster, arguments: argparse.Namespace) -> int:
-    """Write the spec of an earlier revision, with the present replicas, autoscaling and rollout policy."""
+    """Write the spec of an earlier revision, with the present fields that change no pod, such as the replicas."""
     service = connected.service(arguments.name)
     present = _in_force(connected, service)
     if arguments.to_revision:
