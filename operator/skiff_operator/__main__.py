@@ -18,7 +18,7 @@ from skiff_operator.client import Client, configure
 from skiff_operator.controller import Controller
 from skiff_operator.endpoints import serving
 from skiff_operator.errors import ApiNotFound, OperatorError, Retryable, SettingsError
-from skiff_operator.kinds import SCALED_OBJECT, Kind
+from skiff_operator.kinds import ADDONS, Kind
 from skiff_operator.leader import Leadership
 from skiff_operator.model_caches.controller import ModelCacheController
 from skiff_operator.model_caches.index import Index
@@ -116,19 +116,26 @@ def _end_process(reason: str) -> None:
 
 
 async def _served_kinds(client: Client, streams: WatchStreams) -> tuple[Kind, ...]:
-    """Return the kinds to watch that the API server serves: those of KEDA come and go with it."""
-    path = f"/apis/{SCALED_OBJECT.api_version}"
-    while SCALED_OBJECT in streams.kinds:
+    """Return the kinds to watch that the API server serves: those of addons come and go with them."""
+    return tuple([kind for kind in streams.kinds if await _is_served(client, kind)])
+
+
+async def _is_served(client: Client, kind: Kind) -> bool:
+    """Return whether the API server serves a kind that an addon defines; True for all others."""
+    if kind not in ADDONS:
+        return True
+    path = f"/apis/{kind.api_version}"
+    while True:
         try:
             await client.request("GET", path)
         except ApiNotFound:
-            log.logger.warning("KEDA is not installed; no ScaledObject is watched", extra={"path": path})
-            return tuple(kind for kind in streams.kinds if kind != SCALED_OBJECT)
+            text = f"{ADDONS[kind].name} is not installed; no {kind.name} is watched"
+            log.logger.warning(text, extra={"path": path})
+            return False
         except Retryable:
             await asyncio.sleep(_STOP_SECONDS)  # an API server may start late
         else:
-            break
-    return streams.kinds
+            return True
 
 
 async def _work(

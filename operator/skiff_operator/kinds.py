@@ -62,6 +62,10 @@ POD_AUTOSCALER: Final = Kind(
     "HorizontalPodAutoscaler", "autoscaling", "v2", "horizontalpodautoscalers", Stage.NETWORK, False
 )
 SCALED_OBJECT: Final = Kind("ScaledObject", "keda.sh", "v1alpha1", "scaledobjects", Stage.NETWORK, True)
+INFERENCE_POOL: Final = Kind(
+    "InferencePool", "inference.networking.k8s.io", "v1", "inferencepools", Stage.NETWORK, True
+)
+HTTP_ROUTE: Final = Kind("HTTPRoute", "gateway.networking.k8s.io", "v1", "httproutes", Stage.NETWORK, True)
 MODEL_CACHE: Final = Kind(
     "ModelCache", contract.API_GROUP, contract.API_VERSION, "modelcaches", Stage.STATUS, True
 )
@@ -98,4 +102,22 @@ Without its policy it would accept connections from everywhere; a template that 
 ENGINES: Final = {"HPA": POD_AUTOSCALER, "KEDA": SCALED_OBJECT}
 """The kinds of children of other autoscaling engines, which an operator has only if it was started with them."""
 
-BY_NAME: Final = {kind.name: kind for kind in (*CHILDREN, *ENGINES.values())}
+GATEWAY_KINDS: Final = (INFERENCE_POOL, HTTP_ROUTE)
+"""The kinds of children for gateways, which an operator has only if it was started with them."""
+
+BY_NAME: Final = {kind.name: kind for kind in (*CHILDREN, *ENGINES.values(), *GATEWAY_KINDS)}
+
+
+class Addon(NamedTuple):
+    """A part of a cluster that defines a kind, and the advice for an InferenceService where it is not installed."""
+
+    name: str
+    advice: str
+
+
+ADDONS: Final = {
+    SCALED_OBJECT: Addon("KEDA", "use spec.autoscaling.engine Builtin"),
+    INFERENCE_POOL: Addon("the Gateway API Inference Extension", "remove spec.inferencePool"),
+    HTTP_ROUTE: Addon("the Gateway API", "remove spec.inferencePool.httpRoute"),
+}
+"""Who defines the kinds that an API server may lack."""

@@ -17,6 +17,8 @@ from skiff_operator.resources import (
     cache_claim,
     deployment,
     disruption_budget,
+    http_route,
+    inference_pool,
     model_cache_claim,
     network_policy,
     pod_autoscaler,
@@ -68,6 +70,11 @@ def objects(inference_service: InferenceService, settings: Settings) -> Objects:
     autoscaling = inference_service.spec.autoscaling
     if autoscaling is not None and autoscaling.engine != "Builtin":
         built.append(pod_autoscaler.build(inference_service, autoscaling, settings))
+    pool = inference_service.spec.pool
+    if pool is not None:
+        built.append(inference_pool.build(inference_service, pool))
+        if pool.http_route is not None:
+            built.append(http_route.build(inference_service, pool.http_route))
     for obj in built:
         (deployment.stamp if obj is made else stamp)(obj)
     return {(BY_NAME[obj["kind"]], obj["metadata"]["name"]): obj for obj in built}

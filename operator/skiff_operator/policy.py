@@ -33,6 +33,7 @@ def check(service: InferenceService, settings: Settings) -> None:
     _check_arguments(service)
     _check_gpus(service, settings)
     _check_engine(service, settings)
+    _check_inference_pool(service, settings)
     rollout_strategy.check(service.spec.rollout)
     canary.check(service.spec.rollout)
     overlay.check(service.spec.pod_template, allow_host_path=settings.allow_host_path)
@@ -116,3 +117,11 @@ def _check_engine(service: InferenceService, settings: Settings) -> None:
         f"spec.autoscaling.engine: {autoscaling.engine} is off; use engine Builtin, or start the operator with "
         f"--autoscaling-engines={autoscaling.engine} (autoscaling.engines in the chart)"
     )
+
+
+def _check_inference_pool(service: InferenceService, settings: Settings) -> None:
+    if service.spec.pool is not None and not settings.inference_pools:
+        raise InvalidSpec(
+            "spec.inferencePool: InferencePools are off; set enabled to false, or start the operator with --inference-pools "
+            "(inferencePools.enabled in the chart)"
+        )

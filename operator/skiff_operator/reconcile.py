@@ -7,7 +7,7 @@ from skiff_operator.apply import Applier, Failure, Goal, clock
 from skiff_operator.cache import DesiredState, Entry, Objects
 from skiff_operator.errors import ApiConflict, ApiFailed, ApiNotFound, InvalidSpec, Permanent
 from skiff_operator.events import Announcement
-from skiff_operator.kinds import CONTROLLER_REVISION, DEPLOYMENT, SCALED_OBJECT, SERVICE, Stage
+from skiff_operator.kinds import ADDONS, CONTROLLER_REVISION, DEPLOYMENT, SERVICE, Stage
 from skiff_operator.model_caches.index import Index
 from skiff_operator.nodes import Nodes
 from skiff_operator.observe import Observer
@@ -332,8 +332,9 @@ class Reconciler:
 def _message(failure: Failure) -> str:
     """Return the error's message, prefixed with the child where it lacks the name, as admission webhooks' messages do."""
     step, text = failure.step, str(failure.error)
-    if step.kind == SCALED_OBJECT and isinstance(failure.error, ApiNotFound):
-        text = "KEDA is not installed; install it and restart the operator, or use spec.autoscaling.engine Builtin"
+    addon = ADDONS.get(step.kind)
+    if addon is not None and isinstance(failure.error, ApiNotFound):
+        text = f"{addon.name} is not installed; install it and restart the operator, or {addon.advice}"
     return text if step.name in text else f"{step.kind.name} {step.name}: {text}"
 
 

@@ -29,8 +29,8 @@ RESTARTED: Final = "restarted"
 UPGRADED: Final = "upgraded"
 WAVE: Final = "upgraded in a wave"
 
-NOT_OF_PODS: Final = ("replicas", "autoscaling", "rollout")
-"""Fields that change no pod; a return to an earlier revision keeps them, too."""
+NOT_OF_PODS: Final = ("replicas", "autoscaling", "rollout", "inferencePool")
+"""Fields of the spec that change no pod; a return to an earlier revision keeps them, too."""
 
 
 class Revision(msgspec.Struct, frozen=True, kw_only=True):

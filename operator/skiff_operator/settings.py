@@ -46,6 +46,7 @@ class Settings:
     autoscaling_seconds: float = 1.0
     autoscaling_engines: tuple[str, ...] = ()
     prometheus_address: str = ""
+    inference_pools: bool = False
     workers: int = 8
     resync_seconds: float = 30.0
     watch_timeout_seconds: int = 300
@@ -145,6 +146,7 @@ _HELP: Final = {
     "autoscaling_seconds": "the number of pods is decided this often, if the spec has autoscaling",
     "autoscaling_engines": "permit spec.autoscaling.engine HPA or KEDA, separated by commas, beside Builtin",
     "prometheus_address": "Prometheus from which KEDA reads, such as http://prometheus.monitoring:9090",
+    "inference_pools": "permit spec.inferencePool: InferencePools and HTTPRoutes of the Gateway API, which must be installed",
     "workers": "InferenceServices reconciled at the same time",
     "resync_seconds": "every InferenceService that is not backing off is looked at again this often, from the cache",
     "watch_timeout_seconds": "the API server ends each watch request after this long; load balancers may need less",

@@ -59,6 +59,38 @@ class NetworkPolicy(_Strict, frozen=True):
     egress: tuple[dict[str, list[dict[str, Any]]], ...] = ()
 
 
+class EndpointPicker(_Strict, frozen=True):
+    """The Service of the endpoint picker that a gateway asks. Default of `name`: that of the InferenceService and `-epp`."""
+
+    name: str | None = None
+    port: int = 9002
+    failure_mode: Literal["FailOpen", "FailClose"] = "FailClose"
+
+
+class ParentRef(_Strict, frozen=True):
+    """A Gateway, or one of its listeners, to which an HTTPRoute is attached."""
+
+    name: str
+    namespace: str | None = None
+    section_name: str | None = None
+    port: int | None = None
+
+
+class HttpRoute(_Strict, frozen=True):
+    """The HTTPRoute to an InferencePool. Without `hostnames` it takes the requests of every host."""
+
+    parent_refs: tuple[ParentRef, ...]
+    hostnames: tuple[str, ...] = ()
+
+
+class InferencePool(_Strict, frozen=True):
+    """The InferencePool with the pods, for gateways with an endpoint picker, and the HTTPRoute to it, if one is wanted."""
+
+    enabled: bool = False
+    endpoint_picker: EndpointPicker = EndpointPicker()
+    http_route: HttpRoute | None = None
+
+
 class Fetch(_Strict, frozen=True):
     """The download of a model's weights. `resources`: of its container."""
 
@@ -249,6 +281,7 @@ class Spec(_Strict, frozen=True):
     rollout: RolloutPolicy = RolloutPolicy()
     api_keys_secret_ref: ApiKeys | None = None
     network_policy: NetworkPolicy | None = None
+    inference_pool: InferencePool | None = None
     resources: dict[str, dict[str, str | int]] = {}
     node_selector: dict[str, str] = {}
     tolerations: tuple[dict[str, Any], ...] = ()
@@ -259,6 +292,13 @@ class Spec(_Strict, frozen=True):
         """The largest number of pods without an edit of the spec by its owner."""
         return (
             self.replicas if self.autoscaling is None else max(self.replicas, self.autoscaling.max_replicas)
+        )
+
+    @property
+    def pool(self) -> InferencePool | None:
+        """The InferencePool to be made; None for none."""
+        return (
+            self.inference_pool if self.inference_pool is not None and self.inference_pool.enabled else None
         )
 
 
@@ -354,11 +394,14 @@ def has_same_source(old: Spec, new: Spec) -> bool:
 
 
 def explicit(part: msgspec.Struct, *, skip: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Convert a part of the spec to plain camelCase builtins, without the fields that have their default value."""
+    """Convert a part of the spec to plain camelCase builtins, without the fields that have their default value.
+
+    `skip`: names of fields in the same spelling, which are left out as well.
+    """
     found = {}
     for each in msgspec.structs.fields(part):
         value = getattr(part, each.name)
-        if each.name in skip or value == _default(each):
+        if each.encode_name in skip or value == _default(each):
             continue
         found[each.encode_name] = (
             explicit(value) if isinstance(value, msgspec.Struct) else msgspec.to_builtins(value)

@@ -10,19 +10,22 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
-from skiff_operator.kinds import CHILDREN, ENGINES, INFERENCE_SERVICE, POD, Kind
+from skiff_operator.kinds import CHILDREN, ENGINES, GATEWAY_KINDS, INFERENCE_SERVICE, POD, Kind
 from skiff_operator.settings import Settings
 
 Event = Literal["LISTED", "ADDED", "MODIFIED", "DELETED"]
 """The kind of an observation: an object of a list, or a watch event."""
 
 
-def watched(engines: Iterable[str]) -> tuple[Kind, ...]:
-    """Return every kind that is watched, with those of other autoscaling engines.
+def watched(engines: Iterable[str], *, inference_pools: bool = False) -> tuple[Kind, ...]:
+    """Return every kind that is watched, with those of other autoscaling engines and of gateways.
 
     InferenceServices are listed first: children are compared with them.
     """
-    return (INFERENCE_SERVICE, *CHILDREN, *(ENGINES[engine] for engine in engines), POD)
+    optional = [ENGINES[engine] for engine in engines]
+    if inference_pools:
+        optional += GATEWAY_KINDS
+    return (INFERENCE_SERVICE, *CHILDREN, *optional, POD)
 
 
 class StreamKey(NamedTuple):
@@ -56,7 +59,7 @@ class WatchStreams:
 
     def __init__(self, settings: Settings) -> None:
         """Create the records of the streams that `settings` require."""
-        self.kinds = watched(settings.autoscaling_engines)
+        self.kinds = watched(settings.autoscaling_engines, inference_pools=settings.inference_pools)
         """The kinds that are watched; fixed once they have begun."""
         self._settings = settings
         self._scopes: tuple[str | None, ...] = settings.namespaces or (None,)

@@ -20,12 +20,17 @@ MODULE_INPUTS = ("go.mod", "go.sum", "tools.go")
 
 @dataclass(frozen=True)
 class Tool:
-    """One Go program: a package of this folder's module, or of a published `version` of its own module."""
+    """One Go program: a package of this folder's module, or of a published `version` of its own module.
+
+    `module`: its module, if the program is built in the module's folder. `go install` would ask the Go proxy for all versions,
+    which not every proxy lists.
+    """
 
     name: str
     package: str
     version: str = ""
     expected_seconds: int = 10
+    module: str = ""
 
 
 def kubernetes_version() -> str:
@@ -57,6 +62,14 @@ MODEL_SOURCES = (
     Tool("registry", "github.com/distribution/distribution/v3/cmd/registry", "v3.1.2", expected_seconds=80),
 )
 """Servers from which models are fetched in tests: S3 over a folder, and an OCI registry."""
+ENDPOINT_PICKER = Tool(
+    "epp",
+    "sigs.k8s.io/gateway-api-inference-extension/cmd/epp",
+    "v1.3.0",
+    expected_seconds=240,
+    module="sigs.k8s.io/gateway-api-inference-extension",
+)
+"""The endpoint picker of the Gateway API Inference Extension."""
 KUBECTL = CONTROL_PLANE[-1]
 SCHEDULER = NODE[0]
 PROMETHEUS_OPERATOR = ("github.com/prometheus-operator/prometheus-operator", "v0.85.0")
@@ -123,7 +136,11 @@ def build(tool: Tool, layout: Layout) -> None:
         flags = ["-trimpath", "-ldflags", ldflags(tool)]
         env = {"CGO_ENABLED": "0"}
         log = layout.logs / f"build-{tool.name}.log"
-        if tool.version:
+        if tool.module:
+            source = f"./{tool.package.removeprefix(tool.module).lstrip('/')}"
+            folder_of_module = download(tool.module, tool.version, layout)
+            run(["go", "build", *flags, "-o", built, source], log=log, cwd=folder_of_module, env=env)
+        elif tool.version:
             run(
                 ["go", "install", *flags, f"{tool.package}@{tool.version}"],
                 log=log,
@@ -134,6 +151,12 @@ def build(tool: Tool, layout: Layout) -> None:
             run(["go", "build", *flags, "-o", built, tool.package], log=log, cwd=GO_MODULE, env=env)
         built.replace(layout.bin / tool.name)
     (layout.bin / f"{tool.name}.key").write_text(key(tool))
+
+
+def download(module: str, version: str, layout: Layout) -> Path:
+    """Return the folder of a Go module in the module cache, which is read-only."""
+    described = output(["go", "mod", "download", "-json", f"{module}@{version}"], cwd=layout.bin)
+    return Path(json.loads(described)["Dir"])
 
 
 def helm(layout: Layout) -> Path:
@@ -176,6 +199,14 @@ def model_source(name: str, layout: Layout) -> Path:
     return layout.bin / name
 
 
+def endpoint_picker(layout: Layout) -> tuple[Path, Path]:
+    """Return the path of the endpoint picker and of its module, whose `config/crd/bases` holds the definitions that it needs."""
+    ensure([ENDPOINT_PICKER], layout)
+    return layout.bin / ENDPOINT_PICKER.name, download(
+        ENDPOINT_PICKER.module, ENDPOINT_PICKER.version, layout
+    )
+
+
 def kubectl(layout: Layout) -> Path:
     """Return the path of the kubectl built here, for the one on PATH may be of another version."""
     assets = os.environ.get("KUBEBUILDER_ASSETS")
@@ -188,6 +219,4 @@ def kubectl(layout: Layout) -> Path:
 def kwok(layout: Layout) -> tuple[Path, Path]:
     """Return the path of kwok and of its module, whose `kustomize/stage` holds the life cycles that it plays."""
     ensure([KWOK], layout)
-    module = KWOK.package.removesuffix("/cmd/kwok")
-    described = output(["go", "mod", "download", "-json", f"{module}@{KWOK.version}"], cwd=layout.bin)
-    return layout.bin / KWOK.name, Path(json.loads(described)["Dir"])
+    return layout.bin / KWOK.name, download(KWOK.package.removesuffix("/cmd/kwok"), KWOK.version, layout)

@@ -105,6 +105,26 @@ def test_rights_to_other_autoscaling_engines_come_with_them(helm: Helm) -> None:
         helm.render("autoscaling.engines={VPA}")
 
 
+def test_rights_to_inference_pools_come_with_them(helm: Helm) -> None:
+    def granted(*values: str) -> dict[str, list[str]]:
+        rules = [rule for body in of_kind(helm.render(*values), "ClusterRole") for rule in body["rules"]]
+        return {
+            name: rule["verbs"]
+            for rule in rules
+            for name in rule["resources"]
+            if ".networking." in rule["apiGroups"][0]
+        }
+
+    verbs = ["get", "list", "watch", "create", "patch", "delete"]
+    assert granted() == {}
+    assert granted("inferencePools.enabled=true") == {"inferencepools": verbs, "httproutes": verbs}
+    environ = {each["name"]: each.get("value", "x") for each in pod(helm.render())["containers"][0]["env"]}
+    assert not from_arguments([], environ).inference_pools
+    bodies = helm.render("inferencePools.enabled=true")
+    environ = {each["name"]: each.get("value", "x") for each in pod(bodies)["containers"][0]["env"]}
+    assert from_arguments([], environ).inference_pools
+
+
 def test_the_digest_wins_over_the_tag(helm: Helm) -> None:
     bodies = helm.render("image.repository=registry.example.com/op", "image.tag=7", f"image.digest={DIGEST}")
     images = {each["image"] for spec in chart_pods(bodies) for each in spec["containers"]}

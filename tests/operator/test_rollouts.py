@@ -77,11 +77,12 @@ def test_rollouts_from_the_command_line(api: ApiServer, start: Start, skiff: Run
     assert '"timeoutSeconds": 5' in skiff("history", "--revision", "2")[1]
     assert "there is no revision 9; there are: 1, 2" in skiff("history", "--revision", "9")[1]
 
-    edit(api, replicas=2)
+    edit(api, replicas=2, inferencePool={"endpointPicker": {"name": "picker"}})
     assert skiff("undo") == (0, "inferenceservice/llama rolled back to revision 1\n")
     assert roll(api, kubelet, second) == first
     spec = api.get("inferenceservices", "llama")["spec"]
     assert (spec["drain"]["timeoutSeconds"], spec["replicas"]) == (60, 2)
+    assert spec["inferencePool"]["endpointPicker"]["name"] == "picker", "no pod depends on it, so it is kept"
     edit(api, replicas=1)
     assert skiff("undo", "--to-revision", "3")[1].endswith(
         "skipped rollback (its spec is that of revision 3)\n"

@@ -105,6 +105,7 @@ class Rank:
                 cached,
                 r.text,
                 prompt_token_ids=r.token_ids if r.text.return_token_ids else b"",
+                started_at=time.perf_counter(),
             )
             for r in requests
         ]

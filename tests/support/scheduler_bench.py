@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
+from msgspec.structs import replace
 from simulated_engine import VOCAB, SimulatedEngine, cells
 
 from skiff_runtime.config import Config
@@ -102,7 +103,8 @@ class Replies(dict[int, Reply]):
         for opened in batch.opened:
             reply = self.setdefault(opened.uid, Reply())
             assert reply.opened is None and not reply.tokens and not reply.has_ended
-            reply.opened = opened
+            assert opened.started_at > 0
+            reply.opened = replace(opened, started_at=0.0)  # so that equal runs have equal replies
             self.opened.append(opened.uid)
         for pooled in batch.pooled:
             reply = self[pooled.uid]

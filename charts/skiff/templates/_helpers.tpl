@@ -147,6 +147,14 @@ tolerations: {{- toYaml . | nindent 2 }}
   resources: [scaledobjects]
   verbs: [get, list, watch, create, patch, delete]
 {{- end }}
+{{- if .Values.inferencePools.enabled }}
+- apiGroups: [inference.networking.k8s.io]
+  resources: [inferencepools]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [gateway.networking.k8s.io]
+  resources: [httproutes]
+  verbs: [get, list, watch, create, patch, delete]
+{{- end }}
 - apiGroups: [""]
   resources: [pods]
   verbs: [list, watch, patch] # patch: the cost of deletion, before a scale-in

@@ -198,7 +198,7 @@ def _promotion(revision: str) -> dict[str, Any]:
 
 
 def _undo(connected: Cluster, arguments: argparse.Namespace) -> int:
-    """Write the spec of an earlier revision, with the present replicas, autoscaling and rollout policy. It is no canary."""
+    """Write the spec of an earlier revision, with the present fields that change no pod. It is no canary."""
     service = connected.service(arguments.name)
     present = _in_force(connected, service)
     if arguments.to_revision:

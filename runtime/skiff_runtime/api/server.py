@@ -10,6 +10,7 @@ import uvloop
 from skiff_runtime import log
 from skiff_runtime.api.app import build_app
 from skiff_runtime.api.dispatch.dispatcher import Dispatcher
+from skiff_runtime.api.dispatch.kv_event_publisher import make_kv_event_publisher
 from skiff_runtime.api.dispatch.rpc import RpcClient
 from skiff_runtime.api.dispatch.service_status import ServiceState, ServiceStatus
 from skiff_runtime.api.dispatch.state_stream import StateStream
@@ -90,12 +91,14 @@ class ApiServer:
             on_end=None if self._tracer is None else self._tracer.record,
         )
         self._rpc = RpcClient(tokenizers, self._status)
+        self._publisher = make_kv_event_publisher(config)
         self._events = StateStream(
             config,
             self._status,
             tokenizers,
             in_flight=lambda: len(self._dispatcher),
             prompt_bytes=self._dispatcher.prompt_bytes,
+            publisher=self._publisher,
         )
         self._inbox: Receiver[ApiMessage] = Receiver(child.endpoints.api, ToApi)
         self._access = AccessPolicy.from_config(config)
@@ -124,6 +127,8 @@ class ApiServer:
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(self._handle_callback_error)
         loop.add_reader(self._inbox.socket.fileno(), self._guarded, self._read)
+        if self._publisher is not None:
+            self._publisher.answer_replays(loop)
         tasks = [loop.create_task(self._tick())]
         tasks += [loop.create_task(self._watch_keys(file)) for file in self._access.key_files]
         port = listener.getsockname()[1]
@@ -136,6 +141,8 @@ class ApiServer:
             for task in tasks:
                 task.cancel()
             loop.remove_reader(self._inbox.socket.fileno())
+            if self._publisher is not None:
+                self._publisher.close()
             if self._tracer is not None:
                 self._tracer.close()
         if self._error is not None:

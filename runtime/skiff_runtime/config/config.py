@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 from skiff_runtime.config.api_keys import check_api_keys
+from skiff_runtime.config.kv_events import KVEventsConfig
 from skiff_runtime.contract import API_PORT
 from skiff_runtime.errors import ConfigError
 
@@ -219,6 +220,13 @@ class Config:
         "Server",
         "names of the metrics on /metrics, separated by commas; skiff,vllm: the important ones also under vLLM's names",
     )
+    kv_events_config: str | None = option(
+        None,
+        "Server",
+        "vLLM's stream of KV cache events over ZeroMQ, as JSON: "
+        '{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:5557", "replay_endpoint": '
+        '"tcp://*:5558", "buffer_steps": 10000, "hwm": 100000, "max_queue_size": 100000, "topic": ""} (default: none)',
+    )
     log_level: Literal["debug", "info", "warning", "error"] = option(
         "info", "Server", "minimum level of logged events"
     )
@@ -375,6 +383,12 @@ class Config:
                 raise ConfigError(f"--allowed-hosts must be * or a host name without a port, not {host!r}")
         if not {"skiff"} <= set(self.metrics_names.split(",")) <= {"skiff", "vllm"}:
             raise ConfigError(f"--metrics-names must be skiff or skiff,vllm, not {self.metrics_names!r}")
+        if self.kv_events_config is not None:
+            events = KVEventsConfig.parse(self.kv_events_config)
+            if events.is_enabled and self.disable_radix_cache:
+                raise ConfigError(
+                    "--kv-events-config: enable_kv_cache_events needs the prefix cache; remove --disable-radix-cache"
+                )
         if self.otlp_traces_endpoint is not None and not re.match(
             r"https?://[^/\s]+", self.otlp_traces_endpoint
         ):

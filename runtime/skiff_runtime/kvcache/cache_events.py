@@ -34,9 +34,9 @@ class CacheEventLog:
         """Record that a prompt block has entered or left the cache; only its last change counts."""
         self._prompts[block] = stored
 
-    def record_stored(self, hashes: list[int], parent: int | None) -> None:
-        """Record KV blocks that follow each other, behind the block ``parent``."""
-        self._blocks.append(KVBlocksStored(hashes, parent))
+    def record_stored(self, hashes: list[int], parent: int | None, token_ids: bytes) -> None:
+        """Record KV blocks that follow each other, behind the block ``parent``; ``token_ids`` as in ``KVBlocksStored``."""
+        self._blocks.append(KVBlocksStored(hashes, parent, token_ids))
 
     def record_removed(self, hashes: list[int]) -> None:
         """Record KV blocks that are gone."""

@@ -47,7 +47,7 @@ class NaiveCache(PrefixCache):
     def note_prompt_blocks(self, handle: PrefixHandle, blocks: Sequence[tuple[int, int]]) -> None:
         """Do nothing: no page is cached."""
 
-    def watch(self, *, prompts: bool, blocks: bool) -> None:
+    def watch(self, *, prompts: bool, blocks: bool, tokens: bool = False) -> None:
         """Begin with a snapshot, which is empty, as is everything after it."""
         if prompts or blocks:
             self._events.begin_snapshot()

@@ -108,8 +108,11 @@ class PrefixCache(ABC):
         """Note which pages of a prefix are the last of a prompt block: pairs of (page, hash), in ascending order."""
 
     @abstractmethod
-    def watch(self, *, prompts: bool, blocks: bool) -> None:
-        """Record changes of prompt blocks and of KV blocks, after a snapshot of those that are cached now."""
+    def watch(self, *, prompts: bool, blocks: bool, tokens: bool = False) -> None:
+        """Record changes of prompt blocks and of KV blocks, after a snapshot of those that are cached now.
+
+        ``tokens``: KV blocks are recorded with their tokens.
+        """
 
     @property
     @abstractmethod

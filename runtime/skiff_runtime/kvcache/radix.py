@@ -29,7 +29,7 @@ from skiff_runtime.kvcache.prefix_cache import (
     PrefixHandle,
     PrefixMatch,
 )
-from skiff_runtime.messages import CacheEvents
+from skiff_runtime.messages import CacheEvents, Wire
 
 MAX_SNAPSHOT_PAGES: Final = 2048
 """Pages that are hashed between two steps for a snapshot: about 3 ms of a CPU."""
@@ -138,6 +138,7 @@ class RadixCache(PrefixCache):
         self._events = CacheEventLog()
         self._watches_prompts = False
         self._watches_blocks = False
+        self._watches_tokens = False
         self._noted: set[int] = set()  # the prompt blocks of all nodes
         self._unhashed: list[RadixNode] = []  # nodes from which the snapshot of KV blocks goes on
 
@@ -226,8 +227,8 @@ class RadixCache(PrefixCache):
                 if self._watches_prompts:
                     self._events.record_prompt(block, stored=True)
 
-    def watch(self, *, prompts: bool, blocks: bool) -> None:
-        self._watches_prompts, self._watches_blocks = prompts, blocks
+    def watch(self, *, prompts: bool, blocks: bool, tokens: bool = False) -> None:
+        self._watches_prompts, self._watches_blocks, self._watches_tokens = prompts, blocks, tokens
         self.is_watched = prompts or blocks
         self._events.begin_snapshot()
         self._unhashed = list(self._root.children.values()) if blocks else []
@@ -279,7 +280,8 @@ class RadixCache(PrefixCache):
         salt = node.key[: -self.page_size * node.tokens.itemsize] if parent is self._root else b""
         before = parent.block_hashes[-1] if parent.block_hashes else None
         node.block_hashes = hash_blocks(node.tokens, self.page_size, parent=before, salt=salt)
-        self._events.record_stored(node.block_hashes, before)
+        token_ids = node.tokens.astype(Wire.TOKEN, copy=False).tobytes() if self._watches_tokens else b""
+        self._events.record_stored(node.block_hashes, before, token_ids)
 
     def _forget(self, node: RadixNode, depth: int) -> None:
         """Record that the pages of a node behind the first ``depth`` of its prefix are removed."""

@@ -6,18 +6,24 @@ from msgspec import Struct
 class WatchCache(Struct, frozen=True, tag="watch_cache", array_like=True):
     """api -> tokenizer -> rank 0: report changes of the prefix cache with each step, after a snapshot.
 
-    ``prompts``: of prompt blocks; ``blocks``: of KV blocks. Without either, nothing is recorded any more.
+    ``prompts``: of prompt blocks; ``blocks``: of KV blocks. Without either, nothing is recorded any more. ``tokens``: KV
+    blocks are reported with their tokens.
     """
 
     prompts: bool
     blocks: bool
+    tokens: bool = False
 
 
 class KVBlocksStored(Struct, frozen=True, array_like=True, tag="stored"):
-    """KV blocks entered the cache: consecutive ones, behind the block ``parent``, which is None at a sequence's start."""
+    """KV blocks entered the cache: consecutive ones, behind the block ``parent``, which is None at a sequence's start.
+
+    ``token_ids``: bytes of ``Wire.TOKEN``, those of all blocks in turn; b"" unless they are watched.
+    """
 
     hashes: list[int]
     parent: int | None
+    token_ids: bytes = b""
 
 
 class KVBlocksRemoved(Struct, frozen=True, array_like=True, tag="removed"):

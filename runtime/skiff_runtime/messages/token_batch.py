@@ -38,7 +38,8 @@ class Flushed(Struct, frozen=True, array_like=True):
 class StreamOpened(Struct, frozen=True, array_like=True):
     """The scheduler's first message about a request, once it runs. ``min_tokens`` as in ``SamplingSpec``.
 
-    ``prompt_token_ids``: bytes of ``Wire.TOKEN``, b"" unless ``text.return_token_ids``.
+    ``prompt_token_ids``: bytes of ``Wire.TOKEN``, b"" unless ``text.return_token_ids``. ``started_at``: when its first step
+    was launched, by ``time.perf_counter``, which has the same zero in all processes of a machine; 0 if it is not known.
     """
 
     uid: int
@@ -47,6 +48,7 @@ class StreamOpened(Struct, frozen=True, array_like=True):
     text: TextOptions
     min_tokens: int = 0
     prompt_token_ids: bytes = b""
+    started_at: float = 0.0
 
 
 class StepStats(Struct, frozen=True, array_like=True):

@@ -42,6 +42,7 @@ _STEP: Final = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1.
 _QUEUE: Final = (0.0005, 0.001, 0.0025, *TTFT_BUCKETS)
 _ROWS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _LENGTHS: Final = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
+_CHOICES: Final = (1, 2, 5, 10, 20)
 _TOKENS: Final = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
@@ -172,6 +173,20 @@ class Metrics(Collector):
             "Time from the arrival of a request at the scheduler until it first runs.",
             _QUEUE,
         )
+        self._prefill_time = Histogram(
+            contract.METRIC_PREFILL_TIME, "Time from a choice's first step to its first token.", _QUEUE
+        )
+        self._decode_time = Histogram(
+            contract.METRIC_DECODE_TIME, "Time from a choice's first token to its last one.", _DURATION
+        )
+        self._inference_time = Histogram(
+            contract.METRIC_INFERENCE_TIME, "Time from a choice's first step to its last token.", _DURATION
+        )
+        self._tpot = Histogram(
+            contract.METRIC_TPOT,
+            "Mean time between the tokens of a choice, of choices with more than one token.",
+            ITL_BUCKETS,
+        )
         self._key_reloads = Counter(
             contract.METRIC_KEY_RELOADS, "Reads of a changed key file, by outcome.", ("flag", "outcome")
         )
@@ -195,6 +210,17 @@ class Metrics(Collector):
         )
         self._answer_lengths = Histogram(
             contract.METRIC_REQUEST_GENERATION_TOKENS, "Generated tokens per ended request.", _LENGTHS
+        )
+        self._longest_choice = Histogram(
+            contract.METRIC_REQUEST_LONGEST_CHOICE,
+            "Generated tokens of the longest choice per finished request.",
+            _LENGTHS,
+        )
+        self._num_choices = Histogram(
+            contract.METRIC_REQUEST_CHOICES, "Parameter n per finished request.", _CHOICES
+        )
+        self._max_tokens = Histogram(
+            contract.METRIC_REQUEST_MAX_TOKENS, "Parameter max_tokens per finished request.", _LENGTHS
         )
         self._lookup = Counter(
             contract.METRIC_PREFIX_CACHE_QUERIES, "Prompt tokens that were looked up in the prefix cache."
@@ -254,6 +280,27 @@ class Metrics(Collector):
         self._cached.add(usage.cached_tokens)
         self._prompt_lengths.of().observe(usage.prompt_tokens)
         self._answer_lengths.of().observe(usage.completion_tokens)
+
+    def record_generation(self, *, longest_choice: int, choices: int, max_tokens: int) -> None:
+        """Count the size of a finished request that generated text: tokens of its longest choice, and its parameters."""
+        self._longest_choice.of().observe(longest_choice)
+        self._num_choices.of().observe(choices)
+        self._max_tokens.of().observe(max_tokens)
+
+    def record_choice_times(
+        self, *, started_at: float, first_token_at: float, last_token_at: float, tokens: int
+    ) -> None:
+        """Count the times of a choice that has ended with ``tokens`` tokens, at least one. All moments are on one clock.
+
+        ``started_at`` is 0 if it is not known.
+        """
+        decode_seconds = last_token_at - first_token_at
+        self._decode_time.of().observe(decode_seconds)
+        if tokens > 1:
+            self._tpot.of().observe(decode_seconds / (tokens - 1))
+        if started_at:
+            self._prefill_time.of().observe(first_token_at - started_at)
+            self._inference_time.of().observe(last_token_at - started_at)
 
     def record_kv_capacity(self, kv_tokens: int, page_size: int) -> None:
         """Report the whole KV cache as free, until the first step reports its state."""

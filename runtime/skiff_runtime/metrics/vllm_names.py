@@ -22,6 +22,7 @@ NAMES: Final = {
     "vllm:prefix_cache_hits_total": contract.METRIC_PREFIX_CACHE_HITS,
     "vllm:num_preemptions_total": contract.METRIC_PREEMPTIONS,
     "vllm:prompt_tokens_total": contract.METRIC_PROMPT_TOKENS,
+    "vllm:prompt_tokens_cached_total": contract.METRIC_CACHED_TOKENS,
     "vllm:generation_tokens_total": contract.METRIC_GENERATION_TOKENS,
     "vllm:request_success_total": contract.METRIC_FINISHED,
     "vllm:time_to_first_token_seconds": contract.METRIC_TTFT,
@@ -29,12 +30,23 @@ NAMES: Final = {
     "vllm:time_per_output_token_seconds": contract.METRIC_ITL,
     "vllm:e2e_request_latency_seconds": contract.METRIC_E2E_LATENCY,
     "vllm:request_queue_time_seconds": contract.METRIC_QUEUE_TIME,
+    "vllm:request_prefill_time_seconds": contract.METRIC_PREFILL_TIME,
+    "vllm:request_decode_time_seconds": contract.METRIC_DECODE_TIME,
+    "vllm:request_inference_time_seconds": contract.METRIC_INFERENCE_TIME,
+    "vllm:request_time_per_output_token_seconds": contract.METRIC_TPOT,
     "vllm:request_prompt_tokens": contract.METRIC_REQUEST_PROMPT_TOKENS,
     "vllm:request_generation_tokens": contract.METRIC_REQUEST_GENERATION_TOKENS,
+    "vllm:request_max_num_generation_tokens": contract.METRIC_REQUEST_LONGEST_CHOICE,
+    "vllm:request_params_n": contract.METRIC_REQUEST_CHOICES,
+    "vllm:request_params_max_tokens": contract.METRIC_REQUEST_MAX_TOKENS,
+    "vllm:iteration_tokens_total": contract.METRIC_STEP_TOKENS,
     "vllm:cache_config_info": contract.ROUTING_CACHE_INFO,
 }
 """vLLM's names, and the runtime's of the same quantity. ``time_per_output_token_seconds`` is the name that
 ``inter_token_latency_seconds`` had until vLLM 0.11; many dashboards still read it."""
+LORA_INFO: Final = "vllm:lora_requests_info"
+"""Adapters in use, which the endpoint picker of the Gateway API Inference Extension reads. Skiff serves none."""
+_LORA_LABELS: Final = {"max_lora": "0", "running_lora_adapters": "", "waiting_lora_adapters": ""}
 _LABELS: Final = {
     "le": "le",
     "finish_reason": "finished_reason",
@@ -50,20 +62,29 @@ class VllmNames:
 
     model_name: str
 
+    @property
+    def _labels(self) -> dict[str, str]:
+        """The labels of every series."""
+        return {"model_name": self.model_name, "engine": "0"}
+
     def translate(self, families: Iterable[MetricFamily]) -> Iterator[Metric]:
         """Yield a family for each of vLLM's names."""
         by_name = {family.name: family for family in families}
         for name, own in NAMES.items():
             yield self._rename(by_name[own], name)
+        lora = Metric(LORA_INFO, "Adapters of running and of waiting requests.", "gauge")
+        lora.add_sample(LORA_INFO, {**self._labels, **_LORA_LABELS}, 1)
+        yield lora
 
     def _rename(self, family: MetricFamily, name: str) -> Metric:
         source = family.collect()
         values: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
         for sample in source.samples:
-            labels = [("model_name", self.model_name), ("engine", "0")]
+            labels = list(self._labels.items())
             labels += [(_LABELS[key], text) for key, text in sample.labels.items() if key in _LABELS]
             series = name + sample.name.removeprefix(family.name), tuple(labels)
             values[series] = values.get(series, 0.0) + sample.value
-        metric = Metric(name.removesuffix("_total"), source.documentation, source.type)
+        family_name = name.removesuffix("_total") if source.type == "counter" else name
+        metric = Metric(family_name, source.documentation, source.type)
         metric.samples = [Sample(series, dict(labels), value) for (series, labels), value in values.items()]
         return metric

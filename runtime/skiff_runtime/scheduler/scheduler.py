@@ -142,7 +142,7 @@ class Scheduler:
         elif isinstance(item, FlushCache):
             self._flush(item.uid)
         elif isinstance(item, WatchCache):
-            self._cache.watch(prompts=item.prompts, blocks=item.blocks)
+            self._cache.watch(prompts=item.prompts, blocks=item.blocks, tokens=item.tokens)
         else:
             self._should_stop = True
 
@@ -158,8 +158,9 @@ class Scheduler:
             if self.is_idle and self._captures.take_idle():
                 self._launch_step(self._planner.plan_capture(), captures_graph=True)
             return False
+        started_at = perf_counter()
         for request in planned.started:
-            self._replies.add_opened(request)
+            self._replies.add_opened(request, started_at)
         self._launch_step(planned, captures_graph=self._captures.take_busy())
         return True
 

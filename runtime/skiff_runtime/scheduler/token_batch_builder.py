@@ -46,8 +46,8 @@ class TokenBatchBuilder:
     def is_empty(self) -> bool:
         return not (self._opened or self._failed or self._uids or self._flushed)
 
-    def add_opened(self, request: Request) -> None:
-        """Add a request that runs for the first time."""
+    def add_opened(self, request: Request, started_at: float) -> None:
+        """Add a request that runs for the first time, in a step that is launched at ``started_at`` (``perf_counter``)."""
         prompt = b""
         if request.text.return_token_ids:
             prompt = request.tokens[: request.prompt_tokens].astype(Wire.TOKEN, copy=False).tobytes()
@@ -59,6 +59,7 @@ class TokenBatchBuilder:
                 request.text,
                 request.sampling.min_tokens,
                 prompt,
+                started_at,
             )
         )
         first = build_first_prompt_logprobs(request)

@@ -12,7 +12,7 @@ from skiff_runtime.messages import FinishReason, StepStats, Usage
 from skiff_runtime.metrics.definitions import Metrics
 from skiff_runtime.metrics.exposition import MAX_FORMATS, METRICS_TTL_SECONDS, MetricsExposition
 from skiff_runtime.metrics.labels import AbortReason, Endpoint, Outcome
-from skiff_runtime.metrics.vllm_names import NAMES, VllmNames
+from skiff_runtime.metrics.vllm_names import LORA_INFO, NAMES, VllmNames
 
 STATS = StepStats(
     queued=3,
@@ -219,6 +219,16 @@ def test_exposition_has_the_format_of_the_accept_header(accept: str, kind: str) 
     assert not [name for name in found if name.endswith("_created")]
 
 
+@pytest.mark.parametrize("escaping", ["", ";escaping=underscores", ";escaping=allow-utf-8", ";escaping=dots"])
+@pytest.mark.parametrize("media_type", ["application/openmetrics-text", "text/plain"])
+def test_names_keep_their_colons_and_underscores_in_every_format(media_type: str, escaping: str) -> None:
+    page, content_type = MetricsExposition(make(VllmNames("m"))).read(f"{media_type};version=1.0.0{escaping}")
+    assert media_type in content_type
+    names = set(re.findall(r"^([\w:]+)[ {]", page.decode(), re.MULTILINE))
+    assert {"vllm:num_requests_waiting", "vllm:iteration_tokens_total_bucket", "sglang:token_usage"} <= names
+    assert "skiff_requests_in_flight" in names and not [name for name in names if name.startswith("vllm_")]
+
+
 def test_number_of_cached_formats_is_bounded() -> None:
     page = MetricsExposition(make(), clock=Clock())
     for minor in range(3 * MAX_FORMATS):
@@ -236,6 +246,9 @@ def test_vllm_names_have_the_values_of_our_own() -> None:
     metrics.record_finish(FinishReason.LENGTH)
     metrics.ttft.observe(0.02)
     metrics.itl.observe(0.004)
+    metrics.record_generation(longest_choice=5, choices=2, max_tokens=64)
+    metrics.record_choice_times(started_at=10.0, first_token_at=10.5, last_token_at=12.5, tokens=5)
+    metrics.record_choice_times(started_at=0.0, first_token_at=10.5, last_token_at=10.5, tokens=1)
     found = samples(metrics)
     base = "{engine=0,model_name=m}"
     assert found[f"vllm:num_requests_running{base}"] == 2
@@ -250,11 +263,26 @@ def test_vllm_names_have_the_values_of_our_own() -> None:
     assert found["vllm:e2e_request_latency_seconds_bucket{engine=0,le=0.5,model_name=m}"] == 2
     assert found["vllm:time_to_first_token_seconds_bucket{engine=0,le=0.025,model_name=m}"] == 1
     assert found[f"vllm:inter_token_latency_seconds_count{base}"] == 1
+    assert found[f"vllm:prompt_tokens_cached_total{base}"] == 4
+    sums = {
+        "request_max_num_generation_tokens": 5,
+        "request_params_n": 2,
+        "request_params_max_tokens": 64,
+        "request_prefill_time_seconds": 0.5,
+        "request_decode_time_seconds": 2.0,
+        "request_inference_time_seconds": 2.5,
+        "request_time_per_output_token_seconds": 0.5,
+        "iteration_tokens_total": 32,
+    }
+    assert {name: found[f"vllm:{name}_sum{base}"] for name in sums} == sums
+    assert found[f"vllm:request_decode_time_seconds_count{base}"] == 2
+    assert found[f"vllm:request_prefill_time_seconds_count{base}"] == 1  # one start was not known
+    assert found[f"vllm:request_time_per_output_token_seconds_count{base}"] == 1  # one had a single token
     assert found["vllm:request_success_total{engine=0,finished_reason=length,model_name=m}"] == 1
     assert found["vllm:cache_config_info{block_size=16,engine=0,model_name=m,num_gpu_blocks=100}"] == 1
     exposed = {name.partition("{")[0] for name in found if name.startswith("vllm:")}
     plain = {re.sub("_(bucket|sum|count)$", "", name) for name in exposed}
-    assert plain == set(NAMES)
+    assert plain == {*NAMES, LORA_INFO}
     assert not [name for name in samples(make()) if name.startswith("vllm:")]
     page, _ = MetricsExposition(make(VllmNames("m"))).read("application/openmetrics-text;version=1.0.0")
     families = list(openmetrics.text_string_to_metric_families(page.decode()))  # type: ignore[no-untyped-call]

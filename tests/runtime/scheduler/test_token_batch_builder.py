@@ -19,6 +19,6 @@ def test_opened_request_has_prompt_token_ids_on_request(returned: bool) -> None:
         text=TextOptions(return_token_ids=returned),
     )
     builder = TokenBatchBuilder()
-    builder.add_opened(request)
+    builder.add_opened(request, 2.5)
     [opened] = builder.take(StepStats()).opened
     assert np.frombuffer(opened.prompt_token_ids, Wire.TOKEN).tolist() == ([5, 6] if returned else [])

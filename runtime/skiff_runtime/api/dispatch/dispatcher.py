@@ -221,8 +221,8 @@ class Dispatcher:
             if token != NO_TOKEN:
                 if choice.last_token:
                     itl.observe(now - choice.last_token)
-                elif choice.request.ttft is None:
-                    self._record_first_token(choice.request, now)
+                else:
+                    self._record_first_token(choice, now)
                 choice.last_token = now
             if usage is None:
                 choice.writer.write(text, token, logprobs)
@@ -230,7 +230,7 @@ class Dispatcher:
                 failure = choice.writer.finish(text, token, logprobs, FinishReason(finish), usage)
                 if failure is not None:
                     choice.request.record_failure(failure)
-                self._finish(choice.request, uid, FinishReason(finish), usage)
+                self._finish(choice, uid, FinishReason(finish), usage)
         for failure in batch.failed:
             self.fail(failure)
         self._metrics.record_step(batch.stats, generated=len(tokens) - tokens.count(NO_TOKEN))
@@ -238,6 +238,7 @@ class Dispatcher:
     def _deliver_prompts(self, batch: TextBatch) -> None:
         for opened in batch.opened:
             if (choice := self._choices.get(opened.uid)) is not None:
+                choice.started = opened.started_at
                 choice.writer.start(opened)
         for prompt in batch.prompt_logprobs:
             if (choice := self._choices.get(prompt.uid)) is not None:
@@ -268,14 +269,24 @@ class Dispatcher:
                 self._record_abort(choice.request, reason)
             self._fail(choice, RequestFailed.of(uid, error))
 
-    def _record_first_token(self, request: RequestState, now: float) -> None:
-        ttft = request.record_first_token(now)
-        if request.metadata.endpoint is not None:
-            self._metrics.ttft.observe(ttft)
+    def _record_first_token(self, choice: ChoiceState, now: float) -> None:
+        choice.first_token = now
+        request = choice.request
+        if request.ttft is None:
+            ttft = request.record_first_token(now)
+            if request.metadata.endpoint is not None:
+                self._metrics.ttft.observe(ttft)
 
-    def _finish(self, request: RequestState, uid: int, finish: FinishReason, usage: Usage) -> None:
+    def _finish(self, choice: ChoiceState, uid: int, finish: FinishReason, usage: Usage) -> None:
         self._metrics.record_usage(usage)
-        request.record_finish(uid, finish, usage)
+        if choice.first_token:
+            self._metrics.record_choice_times(
+                started_at=choice.started,
+                first_token_at=choice.first_token,
+                last_token_at=choice.last_token,
+                tokens=usage.completion_tokens,
+            )
+        choice.request.record_finish(uid, finish, usage)
         self._remove_choice(uid)
 
     def _remove_choice(self, uid: int) -> None:
@@ -296,6 +307,12 @@ class Dispatcher:
         self._metrics.record_request(endpoint, outcome, seconds)
         if request.failure is None and request.finish is not FinishReason.RUNNING:
             self._metrics.record_finish(request.finish)
+            if request.spec.pooling is None:
+                self._metrics.record_generation(
+                    longest_choice=request.longest_choice,
+                    choices=request.spec.copies,
+                    max_tokens=request.spec.sampling.max_tokens,
+                )
         if request.failure is not None and outcome is Outcome.REJECTED:
             self._metrics.record_rejection(request.failure.status)
         if self._on_end is not None:

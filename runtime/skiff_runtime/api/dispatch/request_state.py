@@ -74,6 +74,11 @@ class RequestState:
         """Token counts of the whole request, once it has ended."""
         return sum_usage(self._usages, self.spec.copies)
 
+    @property
+    def longest_choice(self) -> int:
+        """Number of generated tokens of its longest choice, once it has ended."""
+        return max(usage.completion_tokens for usage in self._usages)
+
     def add_choice(self, uid: int, writer: ChoiceWriter, tokenizer: Sender) -> "ChoiceState":
         """Add a choice that was sent to ``tokenizer``, and return its state."""
         self.choices[uid] = choice = ChoiceState(self, writer, tokenizer)
@@ -144,15 +149,19 @@ class RequestState:
 
 
 class ChoiceState:
-    """One choice of a request, under its own uid. ``tokenizer``: the process that it, and so its abort, was sent to."""
+    """One choice of a request, under its own uid. ``tokenizer``: the process that it, and so its abort, was sent to.
 
-    __slots__ = ("last_token", "request", "tokenizer", "writer")
+    ``started``, ``first_token`` and ``last_token`` are moments of ``time.perf_counter``, 0 while they are ahead: the launch
+    of its first step, and the arrivals of its first token and of its last one so far.
+    """
+
+    __slots__ = ("first_token", "last_token", "request", "started", "tokenizer", "writer")
 
     def __init__(self, request: RequestState, writer: ChoiceWriter, tokenizer: Sender) -> None:
         self.request = request
         self.writer = writer
         self.tokenizer = tokenizer
-        self.last_token = 0.0  # when its last token arrived; 0 before the first one
+        self.started = self.first_token = self.last_token = 0.0
 
     def discard_output(self) -> bool:
         """Discard all further output of this choice. Returns False if it is discarded already."""

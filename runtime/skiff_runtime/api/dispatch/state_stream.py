@@ -15,6 +15,7 @@ from typing import Final
 import numpy as np
 
 from skiff_runtime import log
+from skiff_runtime.api.dispatch.kv_event_publisher import KVEventPublisher
 from skiff_runtime.api.dispatch.service_status import ServiceStatus
 from skiff_runtime.api.dispatch.step_time import StepTimeModel
 from skiff_runtime.api.http.asgi import AsgiWriter
@@ -149,10 +150,12 @@ class StateStream:
         *,
         in_flight: Callable[[], int],
         prompt_bytes: Callable[[int], int],
+        publisher: KVEventPublisher | None = None,
     ) -> None:
         """``in_flight``: returns the number of requests that are accepted and have not ended. ``prompt_bytes``: returns the
-        length of the text of a request's prompt, by its uid, or 0.
+        length of the text of a request's prompt, by its uid, or 0. ``publisher``: gets all changes of KV blocks, with tokens.
         """
+        self._publisher = publisher
         self._config = config
         self._status = status
         self._to_scheduler = tokenizers[0]
@@ -169,6 +172,7 @@ class StateStream:
         self._watched = WatchCache(prompts=False, blocks=False)
         self._unwatch: asyncio.TimerHandle | None = None
         self._bytes_per_token = 0.0
+        self._watch()
 
     @property
     def watches_prompts(self) -> bool:
@@ -228,6 +232,8 @@ class StateStream:
             self._steps.record_finishes(finished, time.monotonic(), others_wait=stats.queued > 0)
         if batch.cache_events is not None:
             self._mirror.apply(batch.cache_events)
+            if self._publisher is not None:
+                self._publisher.publish(batch.cache_events)
         if self._subscribers:
             self.flush_soon()
         else:
@@ -325,7 +331,9 @@ class StateStream:
         wanted = self._find_wanted()
         self._set_watched(
             WatchCache(
-                prompts=self._watched.prompts or wanted.prompts, blocks=self._watched.blocks or wanted.blocks
+                prompts=self._watched.prompts or wanted.prompts,
+                blocks=self._watched.blocks or wanted.blocks,
+                tokens=wanted.tokens,
             )
         )
 
@@ -335,10 +343,12 @@ class StateStream:
         self._set_watched(self._find_wanted())
 
     def _find_wanted(self) -> WatchCache:
-        """Return what the present subscribers want to know of the cache."""
+        """Return what the present subscribers and the publisher want to know of the cache."""
+        publishes = self._publisher is not None
         return WatchCache(
             prompts=any(each.prompt_blocks for each in self._subscribers),
-            blocks=any(each.kv_blocks for each in self._subscribers),
+            blocks=publishes or any(each.kv_blocks for each in self._subscribers),
+            tokens=publishes,
         )
 
     def _set_watched(self, watched: WatchCache) -> None:
