@@ -33,7 +33,7 @@ TRAFFIC_REPORTS ?= dist/traffic
 GPU_SHAPES ?= qwen3-0.6b llama-3.1-8b qwen3-14b
 GPU_BENCH := --load-format dummy --max-model-len 4096 --max-num-batched-tokens 16384 --max-running-requests 256
 
-.PHONY: help setup check format chart-readme test test-latest browser test-browser screenshots matrix checkpoint test-clients soak gpu-test tp-test gpu-bench e2e test-endpoint-picker traffic traffic-router cluster cluster-down kubeconfig images demo demo-down bench bench-operator bench-operator-pods clean
+.PHONY: help setup check format chart-readme test test-latest browser test-browser screenshots matrix checkpoint test-clients soak gpu-test tp-test gpu-bench e2e e2e-keda test-endpoint-picker traffic traffic-router cluster cluster-down kubeconfig images demo demo-down bench bench-operator bench-operator-pods clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -112,7 +112,11 @@ gpu-bench: setup ## Offline throughput on a GPU, by the shapes of known models w
 e2e: setup ## Everything on a real Kubernetes cluster, which is left up
 	$(CLUSTER) up
 	$(CLUSTER) images operator runtime client
-	$(PYTEST) -m "e2e and not traffic and not picker" --timeout 1200 tests/e2e $(PYTEST_ARGS)
+	$(PYTEST) -m "e2e and not traffic and not picker and not keda" --timeout 1200 tests/e2e $(PYTEST_ARGS)
+
+e2e-keda: setup ## The autoscaling engine KEDA with KEDA itself, built from its Go module in 10 minutes or more
+	$(CLUSTER) tools
+	$(PYTEST) -m keda --timeout 900 tests/e2e/test_keda.py $(PYTEST_ARGS)
 
 test-endpoint-picker: setup ## The Gateway API's endpoint picker, built from its Go module in a few minutes, in front of two servers
 	$(CLUSTER) tools

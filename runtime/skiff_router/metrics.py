@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from skiff_router.endpoints import Registry
 from skiff_router.token_usage import TokenUsage
 from skiff_router.upstream import Failure
+from skiff_runtime import contract
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 FIRST_BYTE_BUCKETS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -57,7 +58,7 @@ class RouterMetrics:
             registry=self._page,
         )
         self._waiting = Gauge(
-            "skiff_router_waiting_requests", "Requests that wait for a pod.", ("model",), registry=self._page
+            contract.ROUTER_METRIC_WAITING, "Requests that wait for a pod.", ("model",), registry=self._page
         )
         self._waits = Counter(
             "skiff_router_waits",

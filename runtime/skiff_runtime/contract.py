@@ -173,6 +173,8 @@ METRIC_CONNECTIONS: Final = "skiff_http_connections"
 METRIC_READY: Final = "skiff_ready"
 METRIC_KEY_RELOADS: Final = "skiff_api_key_reloads_total"
 METRIC_KEYS_CURRENT: Final = "skiff_api_keys_last_reload_successful"
+ROUTER_METRIC_WAITING: Final = "skiff_router_waiting_requests"
+"""A gauge of the router; the rest of its metrics are defined with it."""
 
 ROUTING_QUEUED: Final = "sglang:num_queue_reqs"
 ROUTING_RUNNING: Final = "sglang:num_running_reqs"

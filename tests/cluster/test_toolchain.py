@@ -10,7 +10,17 @@ from pathlib import Path
 import pytest
 import toolchain
 from paths import GO_MODULE, Layout
-from toolchain import CONTROL_PLANE, ENDPOINT_PICKER, HELM, HELM_DOCS, KUBECTL, MODEL_SOURCES, NODE, Tool
+from toolchain import (
+    CONTROL_PLANE,
+    ENDPOINT_PICKER,
+    HELM,
+    HELM_DOCS,
+    KEDA,
+    KUBECTL,
+    MODEL_SOURCES,
+    NODE,
+    Tool,
+)
 
 
 @pytest.fixture
@@ -32,7 +42,7 @@ def test_every_staging_module_has_the_version_of_kubernetes() -> None:
 
 def test_tools_have_different_names_and_keys() -> None:
     """One folder holds them all."""
-    tools = [*CONTROL_PLANE, *NODE, *MODEL_SOURCES, HELM, HELM_DOCS, ENDPOINT_PICKER]
+    tools = [*CONTROL_PLANE, *NODE, *MODEL_SOURCES, HELM, HELM_DOCS, ENDPOINT_PICKER, *KEDA]
     assert len({tool.name for tool in tools}) == len({toolchain.key(tool) for tool in tools}) == len(tools)
 
 

@@ -70,6 +70,12 @@ ENDPOINT_PICKER = Tool(
     module="sigs.k8s.io/gateway-api-inference-extension",
 )
 """The endpoint picker of the Gateway API Inference Extension."""
+KEDA_MODULE = "github.com/kedacore/keda/v2"
+KEDA = tuple(
+    Tool(f"keda-{name}", f"{KEDA_MODULE}/cmd/{name}", "v2.21.0", expected_seconds=seconds, module=KEDA_MODULE)
+    for name, seconds in (("operator", 600), ("adapter", 60))
+)
+"""KEDA's operator, and its API server of external metrics."""
 KUBECTL = CONTROL_PLANE[-1]
 SCHEDULER = NODE[0]
 PROMETHEUS_OPERATOR = ("github.com/prometheus-operator/prometheus-operator", "v0.85.0")
@@ -205,6 +211,13 @@ def endpoint_picker(layout: Layout) -> tuple[Path, Path]:
     return layout.bin / ENDPOINT_PICKER.name, download(
         ENDPOINT_PICKER.module, ENDPOINT_PICKER.version, layout
     )
+
+
+def keda(layout: Layout) -> tuple[Path, Path, Path]:
+    """Return the paths of KEDA's operator, of its metrics API server, and of the folder of its definitions."""
+    ensure(KEDA, layout)
+    operator, adapter = (layout.bin / tool.name for tool in KEDA)
+    return operator, adapter, download(KEDA_MODULE, KEDA[0].version, layout) / "config/crd/bases"
 
 
 def kubectl(layout: Layout) -> Path:

@@ -92,7 +92,7 @@ def test_the_scaled_object_asks_prometheus() -> None:
     built = plan.objects(service(autoscaling=policy("KEDA", **fields)), SETTINGS)
     spec = built[(SCALED_OBJECT, "llama")]["spec"]
     assert (spec["minReplicaCount"], spec["maxReplicaCount"], spec["cooldownPeriod"]) == (0, 4, 120)
-    concurrency, ttft = spec["triggers"]
+    concurrency, ttft, _ = spec["triggers"]
     assert concurrency["metadata"] == {
         "serverAddress": "http://prometheus:9090",
         "query": 'sum(skiff_requests_in_flight{namespace="default",inferenceservice="llama"})',
@@ -100,6 +100,29 @@ def test_the_scaled_object_asks_prometheus() -> None:
     }
     assert (ttft["metricType"], ttft["metadata"]["threshold"]) == ("Value", "0.5")
     assert ttft["metadata"]["query"].endswith("[1m])) > 0) or vector(0)")
+
+
+def test_the_scaled_object_of_a_service_that_may_have_no_pod_counts_requests_in_the_router() -> None:
+    """A pod that loads has no metrics, and KEDA would remove it again."""
+
+    def triggers(**fields: Any) -> list[Any]:
+        autoscaling = policy("KEDA", targets={"ttftSeconds": 0.5}, **fields)
+        built = plan.objects(
+            service(model={"uri": "demo://", "name": "chat"}, autoscaling=autoscaling), SETTINGS
+        )
+        found: list[Any] = built[(SCALED_OBJECT, "llama")]["spec"]["triggers"]
+        return found
+
+    assert [each["name"] for each in triggers()] == ["ttft-seconds"]
+    _, activity = triggers(minReplicas=0)
+    assert activity["name"] == "activity"
+    query = activity["metadata"]["query"]
+    assert query.startswith(
+        '(sum(max_over_time(skiff_router_waiting_requests{model="chat"}[1m])) or vector(0)) + '
+    )
+    assert 'skiff_requests_in_flight{namespace="default",inferenceservice="llama"}' in query
+    assert 'skiff_requests_total{namespace="default",inferenceservice="llama"}' in query
+    assert activity["metadata"]["threshold"] == "100000", "it demands no second pod"
 
 
 def test_builtin_needs_no_object_and_an_engine_that_is_off_is_refused() -> None:

@@ -5,13 +5,16 @@ HorizontalPodAutoscaler reads gauges of the pods through an adapter for custom m
 labels that the chart's PodMonitor gives.
 """
 
-from typing import Any
+from typing import Any, Final
 
 from skiff_operator.kinds import INFERENCE_SERVICE, POD_AUTOSCALER, SCALED_OBJECT
 from skiff_operator.resources.metadata import child
 from skiff_operator.settings import Settings
 from skiff_operator.spec import Autoscaling, InferenceService
 from skiff_runtime import contract
+
+_ACTIVITY_THRESHOLD: Final = 100_000
+"""So high that the trigger keeps a pod, and never demands another one."""
 
 
 def build(service: InferenceService, autoscaling: Autoscaling, settings: Settings) -> dict[str, Any]:
@@ -84,7 +87,7 @@ def _queries(service: InferenceService, autoscaling: Autoscaling) -> list[tuple[
     pods = f'{{namespace="{service.namespace}",inferenceservice="{service.name}"}}'
     ttft = contract.METRIC_TTFT
     rates = f"sum(rate({ttft}_sum{pods}[1m])) / sum(rate({ttft}_count{pods}[1m]))"
-    found = [
+    found: list[tuple[str, str, str, float | None]] = [
         ("concurrency", "AverageValue", f"sum({contract.METRIC_IN_FLIGHT}{pods})", targets.concurrency),
         (
             "queued-tokens",
@@ -101,7 +104,24 @@ def _queries(service: InferenceService, autoscaling: Autoscaling) -> list[tuple[
         # No request within a minute makes it 0 / 0, which is not above 0 either.
         ("ttft-seconds", "Value", f"({rates} > 0) or vector(0)", targets.ttft_seconds),
     ]
+    if autoscaling.min_replicas == 0:
+        found.append(("activity", "AverageValue", _activity(service, pods), _ACTIVITY_THRESHOLD))
     return [(name, kind, query, f"{value:g}") for name, kind, query, value in found if value is not None]
+
+
+def _activity(service: InferenceService, pods: str) -> str:
+    """Return a query that is above 0 while the service is in use: requests wait in a router, run, or ended within a minute.
+
+    KEDA removes the last pod when no trigger has been active for the cooldown. Without this one, it would remove a pod that a
+    router has asked for, because a pod that loads has no metrics yet, and a pod whose requests are too short for a scrape to
+    find one in flight. Routers know their models by name, so requests for another service with the same name count as well.
+    """
+    terms = (
+        f'max_over_time({contract.ROUTER_METRIC_WAITING}{{model="{service.model_name}"}}[1m])',
+        f"max_over_time({contract.METRIC_IN_FLIGHT}{pods}[1m])",
+        f"increase({contract.METRIC_REQUESTS}{pods}[1m])",
+    )
+    return " + ".join(f"(sum({term}) or vector(0))" for term in terms)
 
 
 def _target(service: InferenceService) -> dict[str, str]:
