@@ -83,7 +83,7 @@ test-browser: browser ## The home page in headless Chromium, from Debian's packa
 screenshots: browser ## Take the screenshots of docs/guide
 	PYTHONPATH=tests/support $(BIN)/python tests/browser/take_screenshots.py
 
-matrix: setup ## Token parity with transformers over the full product of engine settings
+matrix: setup ## Full products: token parity with transformers over all engine settings, settings of kernels
 	$(PYTEST) -m matrix -n $(TEST_WORKERS) $(PYTEST_ARGS)
 
 checkpoint: setup ## A published checkpoint, SmolLM2-135M-Instruct: 200 greedy answers against transformers, and all tests of its service

@@ -108,7 +108,7 @@ class Memory:
         self._accepted = 0.0
         self._wanted: deque[tuple[float, int]] = deque()
         self._samples: dict[str, deque[tuple[float, float]]] = {}
-        self._excess: dict[str, tuple[float, float]] = {}
+        self._excess: dict[str, tuple[float, float, float]] = {}
 
     def observe(self, seen: Observation, delay_seconds: float) -> None:
         """Record the time, the number of pods, and whether the service was used since the last observation.
@@ -164,16 +164,19 @@ class Memory:
         """Forget the growth of loads: the pods are gone, or others."""
         self._samples.clear()
 
-    def exceed(self, target: str, now: float, requests: float) -> None:
+    def exceed(self, name: str, target: float, now: float, requests: float) -> None:
         """Record the requests of each pod at which a target is exceeded; a larger number counts little by little."""
-        known = self.excess(target, now)
+        known = self.excess(name, target, now)
         moved = requests if known is None or requests < known else known + 0.1 * (requests - known)
-        self._excess[target] = (now, moved)
+        self._excess[name] = (target, now, moved)
 
-    def excess(self, target: str, now: float) -> float | None:
-        """Return the requests of each pod at which a target was exceeded lately; None if it was not."""
-        found = self._excess.get(target)
-        return None if found is None or now - found[0] > EXCESS_SECONDS else found[1]
+    def excess(self, name: str, target: float, now: float) -> float | None:
+        """Return the requests of each pod at which a target was exceeded lately; None if it was not.
+
+        What another target was exceeded at says nothing of this one.
+        """
+        known_target, at, requests = self._excess.get(name, (target, -math.inf, 0.0))
+        return requests if known_target == target and now - at <= EXCESS_SECONDS else None
 
 
 def decide(policy: Autoscaling, seen: Observation, memory: Memory) -> Decision:
@@ -269,9 +272,9 @@ def _by_excess(name: str, mean: float, target: float, seen: Observation, memory:
     requests = _total(seen, [load.requests for load in seen.loads])
     reason = f"{mean:.3g} {name}, {target:g} wanted"
     if mean > TOLERANCE * target:
-        memory.exceed(name, seen.now, requests / seen.serving)
+        memory.exceed(name, target, seen.now, requests / seen.serving)
         return _Need(max(seen.replicas, _ceil(seen.serving * min(mean / target, MAX_EXCESS))), reason)
-    excess = memory.excess(name, seen.now)
+    excess = memory.excess(name, target, seen.now)
     if mean > QUIET * target or seen.replicas < 2:
         return _Need(seen.replicas, reason)
     if excess is not None and requests / (seen.replicas - 1) > HEADROOM * excess:

@@ -69,6 +69,19 @@ def test_each_target_demands_its_own_and_the_largest_counts() -> None:
     assert (decision.replicas, decision.reason) == (4, "5e+03 queued tokens of a pod, 2000 wanted")
 
 
+def test_another_target_forgets_where_the_last_one_was_exceeded() -> None:
+    """Otherwise a service whose target is raised would keep all its pods for an hour."""
+    memory, load = Memory(), PodLoad(running=1, ttft_seconds=0.02)
+    observed = [Observation(now=second, replicas=4, loads=(load,) * 4) for second in range(0, 1000, 10)]
+    strict, mild = (
+        Autoscaling(max_replicas=4, scale_down_delay_seconds=5, targets=AutoscalingTargets(ttft_seconds=each))
+        for each in (0.001, 600)
+    )
+    assert decide(strict, observed[0], memory).replicas == 4
+    assert min(decide(mild, each, memory).replicas for each in observed[1:]) == 3
+    assert decide(strict, observed[0], Memory()).replicas == 4
+
+
 @pytest.mark.parametrize(
     ("before", "fields", "after", "reason"),
     [

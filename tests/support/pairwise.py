@@ -4,6 +4,8 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
+
 
 def cover_pairs(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
     """Return a few combinations of one value of each axis that contain every pair of values of any two axes.
@@ -22,3 +24,12 @@ def cover_pairs(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
         missing -= pairs(best)
         chosen.append(best)
     return chosen
+
+
+def mark_beyond_pairs(*axes: Sequence[Any]) -> list[Any]:
+    """Return all combinations as parameters of a test; those that ``cover_pairs`` leaves out are marked ``matrix``."""
+    pairwise = set(cover_pairs(*axes))
+    return [
+        pytest.param(*combination, marks=[] if combination in pairwise else pytest.mark.matrix)
+        for combination in itertools.product(*axes)
+    ]

@@ -7,6 +7,7 @@ import pytest
 import torch
 from kernel_device import DEVICE, HALF, TOLERANCE, error, poison
 from paged_contexts import causal_attention
+from pairwise import mark_beyond_pairs
 
 from skiff_runtime.engine.shared_prefix import pack_work_items
 from skiff_runtime.kernels.fp8_tensors import E4M3
@@ -203,20 +204,14 @@ WINDOWS = (1, 3, 32, 70, 1000)
 """Of one token, shorter than a page, of whole pages, and longer than most or all contexts."""
 
 
-@pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("page_size, kv, group, dim, dtype, kv_dtype", CASES_WITH_KV_DTYPE, ids=str)
-@pytest.mark.parametrize("max_seq_len", [1, 1 << 12], ids=["whole", "split"])
+@pytest.mark.parametrize(
+    "case, window, max_seq_len", mark_beyond_pairs(CASES_WITH_KV_DTYPE, WINDOWS, [1, 1 << 12]), ids=str
+)
 def test_decode_attention_reads_only_the_window(
-    page_size: int,
-    kv: int,
-    group: int,
-    dim: int,
-    dtype: torch.dtype,
-    kv_dtype: torch.dtype,
-    max_seq_len: int,
-    window: int,
+    case: tuple[int, int, int, int, torch.dtype, torch.dtype], window: int, max_seq_len: int
 ) -> None:
-    """The tokens before the window are NaN."""
+    """The tokens before the window are NaN. With the longest context, one program attends to a row, or several do."""
+    page_size, kv, group, dim, dtype, kv_dtype = case
     lengths = [1, 130, 64, 17]
     paged = Paged(lengths, page_size=page_size, kv=kv, dim=dim, dtype=kv_dtype, seed=dim)
     q = torch.randn(len(lengths), kv * group, dim, generator=torch.Generator().manual_seed(1)).to(dtype)
