@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from embedding_models import QUERY_PROMPT, append_eos, write_embedding_files
-from frontend import HIDDEN, NAME, TIMEOUT_SECONDS, Echo, Frontend, running_frontend, vector_of, write_model
+from frontend import HIDDEN, NAME, TIMEOUT_SECONDS, Frontend, echoing_frontend, vector_of, write_model
 from openai import OpenAI
 from tiny_models import edit_json
 
@@ -41,11 +41,8 @@ def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Frontend]:
     edit_json(model / "config.json", architectures=["LlamaModel"])
     append_eos(model)
     write_embedding_files(model)
-    with running_frontend(model) as front:
-        echo = Echo(front.rank)
-        echo.start()
+    with echoing_frontend(model) as front:
         yield front
-        echo.stop()
 
 
 def make_client(front: Frontend, *, strict: bool) -> OpenAI:

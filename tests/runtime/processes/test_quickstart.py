@@ -10,7 +10,7 @@ import tomllib
 from collections.abc import Iterator
 
 import pytest
-from frontend import Echo, Frontend, running_frontend, write_model
+from frontend import Frontend, echoing_frontend, write_model
 
 from skiff_runtime.processes.quickstart import Quickstart
 
@@ -21,11 +21,8 @@ MODEL = 'it\'s a "model"'
 @pytest.fixture(scope="module")
 def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Frontend]:
     model = write_model(tmp_path_factory.mktemp("model"))
-    with running_frontend(model, api_key=(KEY,), served_model_name=MODEL) as front:
-        echo = Echo(front.rank)
-        echo.start()
+    with echoing_frontend(model, api_key=(KEY,), served_model_name=MODEL) as front:
         yield front
-        echo.stop()
 
 
 def parts(text: str) -> dict[str, str]:
