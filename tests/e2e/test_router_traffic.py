@@ -1,7 +1,7 @@
 """Traffic through the router while all behind it changes, down to no pod at all: no request fails, and every answer is right.
 
 `make traffic-router` repeats each change until `SKIFF_TEST_TRAFFIC_REQUESTS` requests were sent in sum, half of them while the number of pods
-follows the load. Only where a router is killed may requests fail, and then only those that it had.
+follows the load. Only where a router is deleted by force may requests fail, and then only those that it had.
 """
 
 import contextlib

@@ -12,6 +12,10 @@ from service import Service, wait_until
 MIB: Final = 1 << 20
 
 
+ORPHAN_SECONDS: Final = 5.0
+"""Time in which a process notices that its parent is gone."""
+
+
 @dataclass
 class Family:
     """The processes of one service and its private directory, recorded while it runs."""
@@ -26,7 +30,12 @@ class Family:
         return Family(found, Path(found[0].cmdline()[5]))
 
     def left(self) -> list[str]:
-        """Return what is left of a service that has ended."""
+        """Return what is left of a service that has ended.
+
+        The grammar compiler is a child of the tokenizer. When that was killed, nobody waits for the compiler, which ends by itself
+        a moment later.
+        """
+        psutil.wait_procs(self.processes, timeout=ORPHAN_SECONDS)
         left = [f"process {each.pid}" for each in self.processes if is_alive(each)]
         if self.run_dir.exists():
             left.append(f"directory {self.run_dir}")

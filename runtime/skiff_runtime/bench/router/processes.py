@@ -134,7 +134,7 @@ class StubProcess:
             self._process = None
 
     def statistics(self) -> list[stub_pods.Statistics]:
-        """Return the statistics of each pod since the last call, and begin new ones."""
+        """Return the statistics of each pod since the last call, and begin new ones, with empty caches."""
         found = []
         for port in self.ports:
             reply = httpx.delete(f"http://127.0.0.1:{port}{stub_pods.STATISTICS_PATH}", timeout=10)

@@ -122,8 +122,11 @@ class StubPod:
             transport.write(_chunk(HEARTBEAT))
 
     def reset(self) -> None:
-        """Begin new statistics; the blocks stay."""
+        """Begin new statistics, with an empty cache."""
         self.statistics = Statistics()
+        removed, self._blocks = list(self._blocks), set()
+        if removed:
+            self._report(msgspec.json.encode(PromptBlocksChanged(stored=[], removed=removed)))
 
     def _report(self, event: bytes) -> None:
         for transport in self._followers:
