@@ -2,6 +2,7 @@
 
 import statistics
 import tempfile
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -35,7 +36,9 @@ class Family:
         The grammar compiler is a child of the tokenizer. When that was killed, nobody waits for the compiler, which ends by itself
         a moment later.
         """
-        psutil.wait_procs(self.processes, timeout=ORPHAN_SECONDS)
+        deadline = time.monotonic() + ORPHAN_SECONDS
+        while any(is_alive(each) for each in self.processes) and time.monotonic() < deadline:
+            time.sleep(0.05)
         left = [f"process {each.pid}" for each in self.processes if is_alive(each)]
         if self.run_dir.exists():
             left.append(f"directory {self.run_dir}")
