@@ -7,7 +7,6 @@ so neither a restart of the operator nor its absence ends it, and strategies, re
 those of any rollout.
 """
 
-import datetime
 import math
 import re
 from typing import Any, Final
@@ -15,6 +14,7 @@ from typing import Any, Final
 from skiff_operator.errors import InvalidSpec
 from skiff_operator.rollout_analysis import Analysis
 from skiff_operator.spec import RolloutAnalysis, RolloutPolicy
+from skiff_operator.timestamps import seconds_between
 
 HOLD_SECONDS: Final = 365 * 24 * 3600
 """`minReadySeconds` of a Deployment whose new pods are a canary."""
@@ -54,8 +54,7 @@ def promotion(policy: RolloutPolicy, analysis: Analysis | None, started_at: str,
     canary, limits = policy.canary, policy.analysis
     if canary is None or not canary.auto_promote or policy.paused or analysis is None or not started_at:
         return ""
-    served = datetime.datetime.fromisoformat(now) - datetime.datetime.fromisoformat(started_at)
-    if served.total_seconds() < canary.min_seconds or not _proves(limits, analysis):
+    if seconds_between(started_at, now) < canary.min_seconds or not _proves(limits, analysis):
         return ""
     found, old = analysis.candidate, analysis.baseline
     return (

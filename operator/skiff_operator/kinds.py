@@ -120,4 +120,4 @@ ADDONS: Final = {
     INFERENCE_POOL: Addon("the Gateway API Inference Extension", "remove spec.inferencePool"),
     HTTP_ROUTE: Addon("the Gateway API", "remove spec.inferencePool.httpRoute"),
 }
-"""Who defines the kinds that an API server may lack."""
+"""The addons that define the kinds which an API server may not serve."""

@@ -159,9 +159,9 @@ class Observer:
         if entry.uid == meta["uid"] and not _newer(meta, entry.resource_version):
             return None
         changed = (entry.uid, entry.generation) != (meta["uid"], meta["generation"])
-        requested = entry.service is not None and _requests(obj) != (
-            entry.service.requests,
-            entry.service.promoted_revision,
+        known = entry.service
+        requested = known is not None and (
+            spec.requests(obj) != known.requests or spec.promoted_revision(obj) != known.promoted_revision
         )
         if entry.uid != meta["uid"]:
             entry.analysis = entry.scaling = None
@@ -256,20 +256,10 @@ class Observer:
         if kind == DEPLOYMENT and desired is not None and _revision(desired) != _revision(obj):
             return False  # it may have the template of an older revision, with which the applier compares it
         if kind == DEPLOYMENT and desired is not None:
-            held = entry.rollout is not None and entry.rollout.held
-            desired = deployment.with_strategy(
-                desired, entry.service.spec.rollout, entry.choice, held=held and _has_canary(entry.service)
-            )
+            policy = entry.service.spec.rollout
+            held = policy.canary is not None and entry.rollout is not None and entry.rollout.held
+            desired = deployment.with_strategy(desired, policy, entry.choice, held=held)
         return desired is None or covers(desired, obj)
-
-
-def _requests(obj: dict[str, Any]) -> tuple[tuple[str, str], str]:
-    """Return what users request by annotations of an InferenceService."""
-    return spec.requests(obj), spec.promoted_revision(obj)
-
-
-def _has_canary(service: spec.InferenceService) -> bool:
-    return service.spec.rollout.canary is not None
 
 
 def _key(kind: Kind, obj: dict[str, Any]) -> Key:

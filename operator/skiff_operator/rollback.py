@@ -5,15 +5,14 @@ when they serve worse than the older one's (`rollout_analysis`). One crash is no
 an outage of the hub, and a Secret may arrive late.
 """
 
-import datetime
 from typing import Final
 
 from skiff_operator.cache import Entry
 from skiff_operator.resources import deployment
 from skiff_operator.revisions import Target
 from skiff_operator.rollout_analysis import Verdict
-from skiff_operator.spec import InferenceService
 from skiff_operator.status import DEGRADED, PROGRESSING, ROLLED_BACK, Problem, Status
+from skiff_operator.timestamps import seconds_between
 
 _FAILURES: Final = frozenset(
     {"CrashLoop", "OutOfMemory", "ContainerConfigError", "ImagePullFailed", "WeightsDownloadFailed"}
@@ -42,17 +41,16 @@ def reason(
         return ""
     if entry.rollout is not None and entry.rollout.stalled:
         return _shortened(f"ProgressDeadlineExceeded: {entry.rollout.stalled}")
-    if entry.desired is not None and entry.desired.held and _is_late(service, status, target, entry, now):
-        seconds = deployment.progress_deadline_seconds(service)
-        return f"ProgressDeadlineExceeded: no pod of the canary was ready within {seconds} s"
+    if entry.desired is not None and entry.desired.held:
+        deadline = deployment.progress_deadline_seconds(service)
+        if _wait_seconds(status, target, entry, now) > deadline:
+            return f"ProgressDeadlineExceeded: no pod of the canary was ready within {deadline} s"
     degraded = status.condition(DEGRADED)
     if degraded is None or degraded.status != "True" or degraded.reason not in _FAILURES:
         return ""
-    lasted = datetime.datetime.fromisoformat(now) - datetime.datetime.fromisoformat(
-        degraded.last_transition_time
-    )
     pods = [pod for pod in entry.pods.values() if pod.revision == target.revision and not pod.terminating]
-    if lasted.total_seconds() < after_seconds or any(pod.ready for pod in pods):
+    lasted = seconds_between(degraded.last_transition_time, now)
+    if lasted < after_seconds or any(pod.ready for pod in pods):
         return ""
     failing = sorted((pod.name, pod) for pod in pods if pod.trouble in _FAILURES)
     return _shortened(f"{failing[0][1].trouble}: {failing[0][1].message}") if failing else ""
@@ -65,16 +63,17 @@ def problem(name: str, target: Target) -> Problem:
     return Problem(ROLLED_BACK, message)
 
 
-def _is_late(service: InferenceService, status: Status, target: Target, entry: Entry, now: str) -> bool:
-    """Return whether no pod of a canary is ready at its deadline. Its Deployment has none: what is held makes no progress."""
+def _wait_seconds(status: Status, target: Target, entry: Entry, now: str) -> float:
+    """Return for how long a canary has had no ready pod since its rollout began; 0 once it has one.
+
+    The deadline of its Deployment cannot show this: what is held makes no progress.
+    """
     progressing = status.condition(PROGRESSING)
     if progressing is None or progressing.status != "True" or status.update_revision != target.revision:
-        return False
+        return 0.0
     if any(pod.ready for pod in entry.pods.values() if pod.revision == target.revision):
-        return False
-    begun = datetime.datetime.fromisoformat(progressing.last_transition_time)
-    age = datetime.datetime.fromisoformat(now) - begun
-    return age.total_seconds() > deployment.progress_deadline_seconds(service)
+        return 0.0
+    return seconds_between(progressing.last_transition_time, now)
 
 
 def _has(entry: Entry, revision: str) -> bool:

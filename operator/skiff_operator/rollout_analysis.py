@@ -313,45 +313,56 @@ def _compare_errors(limits: RolloutAnalysis, candidate: Counts, baseline: Figure
 
 
 def _compare_ttft(limits: RolloutAnalysis, candidate: Counts, baseline: Figures) -> Verdict | None:
-    limit = _limit(baseline.ttft_p90_seconds, limits.max_ttft_increase_milliseconds, limits.max_ttft_ratio)
-    found = _slow(candidate.first_tokens, limit, limits.min_requests)
-    if found is None:
-        return None
-    slow, bound = found
-    figures = (
-        f"time to first token above {bound:g} s for {slow} of {candidate.first_tokens.count} requests, "
-        f"against {baseline.ttft_p90_seconds:g} s for 9 of 10 of revision {baseline.revision}"
+    return _compare_times(
+        candidate.first_tokens,
+        baseline.ttft_p90_seconds,
+        reason="SlowFirstToken",
+        figure="time to first token above {bound:g} s for {slow} of {count} requests",
+        revision=baseline.revision,
+        increase_seconds=limits.max_ttft_increase_milliseconds / 1000,
+        ratio=limits.max_ttft_ratio,
+        min_count=limits.min_requests,
     )
-    return Verdict("SlowFirstToken", figures, slow)
 
 
 def _compare_itl(limits: RolloutAnalysis, candidate: Counts, baseline: Figures) -> Verdict | None:
     if candidate.requests < limits.min_requests:
         return None
-    limit = _limit(baseline.itl_p90_seconds, limits.max_itl_increase_milliseconds, limits.max_itl_ratio)
-    found = _slow(candidate.inter_tokens, limit, limits.min_requests)
-    if found is None:
-        return None
-    slow, bound = found
-    figures = (
-        f"inter-token latency above {bound:g} s for {slow} of {candidate.inter_tokens.count} tokens, "
-        f"against {baseline.itl_p90_seconds:g} s for 9 of 10 of revision {baseline.revision}"
+    return _compare_times(
+        candidate.inter_tokens,
+        baseline.itl_p90_seconds,
+        reason="SlowTokens",
+        figure="inter-token latency above {bound:g} s for {slow} of {count} tokens",
+        revision=baseline.revision,
+        increase_seconds=limits.max_itl_increase_milliseconds / 1000,
+        ratio=limits.max_itl_ratio,
+        min_count=limits.min_requests,
     )
-    return Verdict("SlowTokens", figures, slow)
 
 
-def _limit(before: float | None, increase_milliseconds: int, ratio: int) -> float | None:
-    """Return the seconds that the candidate may take, by the baseline's 90th percentile; None if that is not known."""
-    return None if before is None else max(ratio * before, before + increase_milliseconds / 1000)
+def _compare_times(
+    times: Times,
+    before: float | None,
+    *,
+    reason: str,
+    figure: str,
+    revision: str,
+    increase_seconds: float,
+    ratio: int,
+    min_count: int,
+) -> Verdict | None:
+    """Return a verdict if too many of the candidate's times certainly exceed the limit.
 
-
-def _slow(times: Times, limit: float | None, min_count: int) -> tuple[int, float] | None:
-    """Return how many times exceed the limit, and the bound by which they were counted; None if those are not certainly too many."""
-    if limit is None or times.count < min_count:
+    `before`: the 90th percentile of the baseline, which has this `revision`; `figure`: the text about the candidate.
+    """
+    if before is None or times.count < min_count:
         return None
-    slow, bound = times.slower(limit)
+    slow, bound = times.slower(max(ratio * before, before + increase_seconds))
     certain, _ = wilson_interval(slow, times.count)
-    return (slow, bound) if certain > _SLOW_SHARE else None
+    if certain <= _SLOW_SHARE:
+        return None
+    found = figure.format(bound=bound, slow=slow, count=times.count)
+    return Verdict(reason, f"{found}, against {before:g} s for 9 of 10 of revision {revision}", slow)
 
 
 def wilson_interval(hits: int, trials: int) -> tuple[float, float]:

@@ -218,7 +218,7 @@ class RolloutPolicy(_Strict, frozen=True):
 
     @property
     def rolls_back(self) -> bool:
-        """Whether a new revision that fails is rolled back. A canary always is: its purpose is to find out."""
+        """Whether a new revision that fails is rolled back: always after a canary, and otherwise by `auto_rollback`."""
         return self.auto_rollback or self.canary is not None
 
 
@@ -373,19 +373,17 @@ def parse(obj: dict[str, Any]) -> InferenceService:
 
 def promoted_revision(obj: dict[str, Any]) -> str:
     """Return the revision that was promoted by request; empty without one."""
-    annotations = obj["metadata"].get("annotations") or {}
-    found: str = annotations.get(ANNOTATION_PROMOTED_REVISION, "")[:_REQUEST_CHARACTERS]
-    return found
+    return _request(obj, ANNOTATION_PROMOTED_REVISION)
 
 
 def requests(obj: dict[str, Any]) -> tuple[str, str]:
     """Return the times of the last requests to restart and to upgrade the pods; empty without one."""
-    annotations = obj["metadata"].get("annotations") or {}
-    restarted_at, upgraded_at = (
-        annotations.get(name, "")[:_REQUEST_CHARACTERS]
-        for name in (ANNOTATION_RESTARTED_AT, ANNOTATION_UPGRADED_AT)
-    )
-    return restarted_at, upgraded_at
+    return _request(obj, ANNOTATION_RESTARTED_AT), _request(obj, ANNOTATION_UPGRADED_AT)
+
+
+def _request(obj: dict[str, Any], annotation: str) -> str:
+    value: str = (obj["metadata"].get("annotations") or {}).get(annotation, "")
+    return value[:_REQUEST_CHARACTERS]
 
 
 def has_same_source(old: Spec, new: Spec) -> bool:

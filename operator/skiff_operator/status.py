@@ -1,6 +1,5 @@
 """Status reporting: conditions and status computed from observed facts. Pure: the time is an argument."""
 
-import datetime
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -10,6 +9,7 @@ from skiff_operator import rollout_blockers
 from skiff_operator.rollout_analysis import Analysis
 from skiff_operator.spec import Canary
 from skiff_operator.startup import PodStartup
+from skiff_operator.timestamps import seconds_between
 from skiff_operator.workload import Crash, PodState, Rollout
 from skiff_runtime import contract
 
@@ -394,12 +394,9 @@ def _concerned(facts: Facts, now: str) -> list[PodState]:
     """Return the pods that can explain a failure: live ones and, until the service recovers, recently failed ones."""
     if facts.settled or len(facts.live) == len(facts.pods):
         return facts.live
-    clock = datetime.datetime.fromisoformat(now)
-    return [pod for pod in facts.pods if not pod.ended or _seconds(pod.ended, clock) < _FAILED_POD_SECONDS]
-
-
-def _seconds(since: str, now: datetime.datetime) -> float:
-    return (now - datetime.datetime.fromisoformat(since)).total_seconds()
+    return [
+        pod for pod in facts.pods if not pod.ended or seconds_between(pod.ended, now) < _FAILED_POD_SECONDS
+    ]
 
 
 def _pod_trouble(facts: Facts, concerned: list[PodState], now: str) -> Problem | None:
@@ -429,8 +426,7 @@ def _pod_trouble(facts: Facts, concerned: list[PodState], now: str) -> Problem |
 
 
 def _overdue(facts: Facts, now: str) -> Problem | None:
-    clock = datetime.datetime.fromisoformat(now)
-    late = [pod for pod in facts.draining if _seconds(pod.ends_by, clock) > _OVERDUE_SECONDS]
+    late = [pod for pod in facts.draining if seconds_between(pod.ends_by, now) > _OVERDUE_SECONDS]
     if not late:
         return None
     pod = min(late, key=_end)
@@ -441,7 +437,7 @@ def _overdue(facts: Facts, now: str) -> Problem | None:
 def slow_pod(facts: Facts, now: str) -> PodState | None:
     """Return the pod of the desired revision that has waited longest for its containers, if that is suspiciously long."""
     pod = _waiting_pod(facts)
-    if pod is None or _seconds(pod.placed_at, datetime.datetime.fromisoformat(now)) < _CREATION_SECONDS:
+    if pod is None or seconds_between(pod.placed_at, now) < _CREATION_SECONDS:
         return None
     return pod
 
@@ -451,7 +447,7 @@ def slow_in_seconds(facts: Facts, now: str) -> float:
     pod = _waiting_pod(facts)
     if pod is None:
         return 0.0
-    return max(0.0, _CREATION_SECONDS - _seconds(pod.placed_at, datetime.datetime.fromisoformat(now)))
+    return max(0.0, _CREATION_SECONDS - seconds_between(pod.placed_at, now))
 
 
 def _waiting_pod(facts: Facts) -> PodState | None:

@@ -6,7 +6,6 @@ pod has been unschedulable for a while, or a quota forbids it, old pods are repl
 where they are and no node autoscaler has announced a node.
 """
 
-import datetime
 import time
 from typing import Any, Final, NamedTuple
 
@@ -17,6 +16,7 @@ from skiff_operator.pod_events import PodEvents
 from skiff_operator.rollout_strategy import SCALE_UP_SECONDS, UNSCHEDULABLE_SECONDS, Choice
 from skiff_operator.room import RoomFinder
 from skiff_operator.spec import InferenceService
+from skiff_operator.timestamps import seconds_between
 from skiff_operator.workload import PodState, Rollout
 
 _QUOTA: Final = "exceeded quota"
@@ -61,7 +61,7 @@ class StrategyChooser:
             return Reconsideration()
         pod, obstacle = stuck
         if pod is not None:
-            age = _seconds(pod.unschedulable_since, now)
+            age = seconds_between(pod.unschedulable_since, now)
             if age < UNSCHEDULABLE_SECONDS:
                 return Reconsideration(again_seconds=UNSCHEDULABLE_SECONDS - age)
         if self._looked_recently(entry.uid):
@@ -129,8 +129,3 @@ def _stuck(entry: Entry, revision: str) -> tuple[PodState | None, str] | None:
         oldest = min(waiting, key=lambda pod: (pod.unschedulable_since, pod.name))
         return oldest, oldest.message.partition(". preemption")[0].rstrip(".")
     return (None, rollout.blocked) if _QUOTA in rollout.blocked else None
-
-
-def _seconds(since: str, now: str) -> float:
-    moments = [datetime.datetime.fromisoformat(text) for text in (since, now)]
-    return (moments[1] - moments[0]).total_seconds()
