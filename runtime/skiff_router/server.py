@@ -2,7 +2,8 @@
 
 import asyncio
 import signal
-from typing import Final
+from collections.abc import Callable, Coroutine
+from typing import Any, Final
 
 import uvloop
 
@@ -36,7 +37,7 @@ from skiff_runtime.api.http.key_file import KeyFile
 from skiff_runtime.api.http.late_requests import wait_until_over
 from skiff_runtime.api.http.listener import listen
 from skiff_runtime.api.http.middleware import AccessMiddleware
-from skiff_runtime.api.http.reloaded_file import ReloadedFile
+from skiff_runtime.api.http.reloaded_file import ReloadedFile, ValueT
 from skiff_runtime.api.http.request_body import MIN_VALUE_LIMIT, BodyReader
 from skiff_runtime.config.api_keys import KeyRing
 from skiff_runtime.contract import FLAG_API_KEY_FILE
@@ -135,15 +136,11 @@ class RouterServer:
         if self._key_file is not None:
             tasks.append(loop.create_task(self._key_file.watch(self._take_keys)))
         if self._limits_file is not None:
-            self._metrics.record_reload(FLAG_LIMITS_FILE, success=True)
             self._warn_of_unknown_names()
-            watch = self._limits_file.watch(on_change=self._take_limits, on_failure=self._keep_limits)
+            watch = self._watch(self._limits_file, self._take_limits, failure="limits_not_reloaded")
             tasks.append(loop.create_task(watch))
         if self._backend_key is not None:
-            self._metrics.record_reload(FLAG_BACKEND_API_KEY_FILE, success=True)
-            watch = self._backend_key.watch(
-                on_change=self._take_backend_key, on_failure=self._keep_backend_key
-            )
+            watch = self._watch(self._backend_key, self._take_backend_key, failure="backend_key_not_reloaded")
             tasks.append(loop.create_task(watch))
         for task in tasks:
             task.add_done_callback(self._end_if_failed)
@@ -170,6 +167,25 @@ class RouterServer:
             self._error = error
             self.stop()
 
+    def _watch(
+        self, file: ReloadedFile[ValueT], take: Callable[[ValueT], None], *, failure: str
+    ) -> Coroutine[Any, Any, None]:
+        """Return the task that reads a file again whenever it changes, and records whether its content is in force.
+
+        ``take`` gets the value before. A content that cannot be used is logged as ``failure``; the last value stays in force.
+        """
+
+        def change(before: ValueT) -> None:
+            take(before)
+            self._metrics.record_reload(file.flag, success=True)
+
+        def keep(error: ConfigError) -> None:
+            log.error(failure, reason=error)
+            self._metrics.record_reload(file.flag, success=False)
+
+        self._metrics.record_reload(file.flag, success=True)
+        return file.watch(on_change=change, on_failure=keep)
+
     def _take_keys(self, success: bool) -> None:
         """Record a reload of the keys, and forget the use of those that are gone."""
         self._metrics.record_reload(FLAG_API_KEY_FILE, success=success)
@@ -179,14 +195,8 @@ class RouterServer:
         """Apply changed limits."""
         assert self._limits_file is not None
         self._limiter.replace(self._limits_file.value)
-        self._metrics.record_reload(FLAG_LIMITS_FILE, success=True)
         log.event("limits_reloaded", file=self._limits_file.path, keys=len(self._limits_file.value.keys))
         self._warn_of_unknown_names()
-
-    def _keep_limits(self, error: ConfigError) -> None:
-        """Report limits that cannot be used; the last ones stay in force."""
-        log.error("limits_not_reloaded", reason=error)
-        self._metrics.record_reload(FLAG_LIMITS_FILE, success=False)
 
     def _get_backend_key(self) -> str:
         """Return the API key for pods, empty for none."""
@@ -195,12 +205,6 @@ class RouterServer:
     def _take_backend_key(self, _before: str) -> None:
         """Report another key for pods, which the next request sends."""
         log.event("backend_key_reloaded")
-        self._metrics.record_reload(FLAG_BACKEND_API_KEY_FILE, success=True)
-
-    def _keep_backend_key(self, error: ConfigError) -> None:
-        """Report a file that cannot be used; the last key stays in use."""
-        log.error("backend_key_not_reloaded", reason=error)
-        self._metrics.record_reload(FLAG_BACKEND_API_KEY_FILE, success=False)
 
     def _warn_of_unknown_names(self) -> None:
         """Report limits for names that no key has: they may be misspelled, and then the default applies."""
