@@ -35,7 +35,7 @@ ADDRESSES: Final = ("127.0.0.2", "127.0.0.3")
 PAGE_SIZE: Final = 32
 """Not the picker's default, so that it is seen to read the block size from the pods."""
 CHARACTERS_PER_TOKEN: Final = 4
-"""What the picker takes for a token's length."""
+"""The length of a token that the picker assumes."""
 CONFIG: Final = """\
 apiVersion: inference.networking.x-k8s.io/v1alpha1
 kind: EndpointPickerConfig
@@ -125,7 +125,7 @@ class Picker:
         return pick(self.port, "/v1/completions", {"model": "llama", "prompt": prompt, "max_tokens": 1})
 
     def metric(self, name: str) -> float:
-        """Return the value of a sample without regard to its labels, of which there is one series; 0 without a sample."""
+        """Return the value of a metric that has at most one series, whatever its labels are; 0 if it has none."""
         page = httpx.get(f"http://127.0.0.1:{self._metrics_port}/metrics").raise_for_status().text
         samples = [each for family in text_string_to_metric_families(page) for each in family.samples]
         return sum(each.value for each in samples if each.name == name)

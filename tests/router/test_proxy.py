@@ -169,7 +169,7 @@ def test_stream_is_passed_on_event_by_event() -> None:
 
 @pytest.mark.parametrize("line_end", ["\n", "\r\n", "\r"])
 def test_events_are_passed_on_whole_whatever_ends_their_lines(line_end: str) -> None:
-    """Each event in two pieces, the first of which ends inside its last line end; the client sees it before the next one."""
+    """The pod sends each event in two pieces and cuts it within its last line end. The client gets it before the next event."""
     seen = asyncio.Event()
 
     async def answer(request: PodRequest, writer: asyncio.StreamWriter) -> None:

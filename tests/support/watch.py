@@ -11,8 +11,6 @@ import psutil
 from service import Service, wait_until
 
 MIB: Final = 1 << 20
-
-
 ORPHAN_SECONDS: Final = 5.0
 """Time in which a process notices that its parent is gone."""
 
@@ -33,8 +31,8 @@ class Family:
     def left(self) -> list[str]:
         """Return what is left of a service that has ended.
 
-        The grammar compiler is a child of the tokenizer. When that was killed, nobody waits for the compiler, which ends by itself
-        a moment later.
+        The grammar compiler is a child of the tokenizer. If the tokenizer was killed, the compiler notices that and ends, but
+        it may outlive the supervisor by a moment.
         """
         deadline = time.monotonic() + ORPHAN_SECONDS
         while any(is_alive(each) for each in self.processes) and time.monotonic() < deadline:

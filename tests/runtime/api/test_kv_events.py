@@ -80,7 +80,7 @@ def replay(directory: Path, first: int, answer: Callable[[], bool] | None = None
 
 
 class Subscriber:
-    """What a router knows of a cache by the batches: for each block its parent and its tokens."""
+    """A cache as a router rebuilds it from the batches: the parent and the tokens of each block."""
 
     def __init__(self, batches: Batches) -> None:
         self.blocks: dict[int, tuple[int | None, list[int]]] = {}

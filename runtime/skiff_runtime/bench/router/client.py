@@ -19,7 +19,7 @@ Ending = Literal["complete", "error event", "cut", "silent"]
 
 @dataclass(slots=True)
 class Reply:
-    """What came of a request.
+    """The response to a request, as far as it came.
 
     ``status`` is 0 without a response. ``first_byte_seconds``: from the request to the first byte of the body. ``ending``:
     "complete", also for an error with a status; "error event": a stream that ended with one; "cut": the connection ended before
@@ -33,7 +33,7 @@ class Reply:
 
 
 def make_body(prompt: str, *, events: int = 0) -> bytes:
-    """Return a chat request; with ``events`` one for a stream of so many."""
+    """Return the body of a chat request: for a whole response, or for a stream of ``events`` events if that is not 0."""
     fields = {"model": MODEL, "messages": [{"role": "user", "content": prompt}], "max_tokens": max(1, events)}
     return msgspec.json.encode({**fields, "stream": events > 0})
 

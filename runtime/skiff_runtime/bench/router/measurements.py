@@ -40,7 +40,7 @@ class Latencies:
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """What clients saw of faults of one pod of four.
+    """The results of requests while one of four pods fails.
 
     ``failed``: of ``FAULT_REQUESTS`` requests after the pod was killed. ``endings``: how the streams of a killed pod ended.
     ``unanswered``: of as many requests after the pod was stopped, so that it accepts connections and says nothing.
