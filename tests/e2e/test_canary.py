@@ -1,5 +1,6 @@
 """Canaries behind the router, under traffic: one that fares well is promoted, one that crashes is rolled back."""
 
+import contextlib
 import json
 import re
 from collections.abc import Iterator
@@ -9,7 +10,8 @@ import pytest
 from helm import Helm
 from kube import Kube, inference_service, wait
 from router_in_cluster import URL, routers, upgrade
-from traffic_run import TrafficRun, check_report
+from traffic_reports import check_answers
+from traffic_run import TrafficRun
 
 NAME: Final = "canary"
 MODEL: Final = "canary-model"
@@ -65,13 +67,23 @@ def choices(kube: Kube, client: str, operator: Kube) -> dict[str, float]:
     return found
 
 
+@contextlib.contextmanager
+def answered(traffic: TrafficRun, window: str) -> Iterator[None]:
+    """Send requests for the length of a with-block, and check that all of them had the right answer."""
+    traffic.start(URL, MODEL, rate=RATE, revisions=(DEMO,))
+    try:
+        traffic.mark(window)
+        yield
+    finally:
+        report = traffic.stop()
+    check_answers(report)
+
+
 def test_canary_gets_its_share_and_is_promoted_without_a_failed_request(
     kube: Kube, client: str, operator: Kube, traffic: TrafficRun
 ) -> None:
     before = status(kube)["currentRevision"]
-    traffic.start(URL, MODEL, rate=RATE, revisions=(DEMO,))
-    try:
-        traffic.mark("canary")
+    with answered(traffic, "canary"):
         edit(kube, "--max-running-requests=8")
         wait(
             lambda: kube.condition(NAME, "Progressing").get("reason") == "Canary",
@@ -87,9 +99,6 @@ def test_canary_gets_its_share_and_is_promoted_without_a_failed_request(
             explain=lambda: explain(kube),
         )
         counted = choices(kube, client, operator)
-    finally:
-        report = traffic.stop()
-    check_report(report)
     share = counted["canary"] / sum(counted.values())
     print(f"the canary got {share:.0%} of {sum(counted.values()):.0f} requests")
     # The driver has some 50 conversations: their share has a standard deviation of 7%.
@@ -101,18 +110,13 @@ def test_canary_gets_its_share_and_is_promoted_without_a_failed_request(
 
 def test_canary_that_crashes_is_rolled_back_and_no_client_sees_it(kube: Kube, traffic: TrafficRun) -> None:
     before = status(kube)["currentRevision"]
-    traffic.start(URL, MODEL, rate=RATE, revisions=(DEMO,))
-    try:
-        traffic.mark("crashing canary")
+    with answered(traffic, "crashing canary"):
         edit(kube, "--max-running-requests=0")
         wait(
             lambda: kube.condition(NAME, "Degraded").get("reason") == "RolledBack",
             timeout_seconds=SETTLE_SECONDS,
             explain=lambda: explain(kube),
         )
-    finally:
-        report = traffic.stop()
-    check_report(report)
     shown = status(kube)
     assert (shown["currentRevision"], shown["readyReplicas"]) == (before, 2), shown
     assert "CrashLoop" in kube.condition(NAME, "Ready")["message"]

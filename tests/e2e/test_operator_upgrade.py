@@ -12,7 +12,8 @@ from typing import Any, Final
 import pytest
 from helm import CHART, RELEASE, Helm
 from kube import Kube, inference_service, skiff, wait
-from traffic_run import TrafficRun, check_report
+from traffic_reports import check_answers
+from traffic_run import TrafficRun
 
 NAMES: Final = ("upgrade-a", "upgrade-b")
 MODEL: Final = "skiff-demo"
@@ -143,7 +144,7 @@ def test_an_upgrade_restarts_no_pod_until_it_is_asked_for_or_its_wave_comes(
     finally:
         report = services.stop()
         print(json.dumps(report["windows"], indent=1))
-    check_report(report)
+    check_answers(report)
     first, second = sorted(
         (pods(kube, name)[0] for name in NAMES), key=lambda pod: str(pod["metadata"]["creationTimestamp"])
     )

@@ -8,7 +8,6 @@ import contextlib
 import json
 import math
 import os
-import time
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -17,7 +16,7 @@ from helm import Helm
 from kube import Kube, inference_service, wait
 from router_in_cluster import ROUTER, URL, routers, upgrade
 from traffic import Failure
-from traffic_reports import Report, check, publish, save
+from traffic_reports import Report, check, publish, recorded, save
 from traffic_run import TrafficRun
 
 NAME: Final = "router-traffic"
@@ -41,7 +40,6 @@ SHARES: Final = {
     "router killed": 0.04,
 }
 """Parts of all requests."""
-QUIET_SECONDS: Final = 2.0
 SETTLE_SECONDS: Final = 240.0
 IDLE_SECONDS: Final = 5
 MOST_PODS: Final = 4
@@ -73,38 +71,18 @@ def routed(kube: Kube, client: str, helm: Helm, operator: Kube) -> Iterator[str]
         kube.run("delete", "infsvc", NAME, "--timeout=120s", timeout_seconds=150)
 
 
-class Scenario:
-    """Traffic through the router during one kind of change."""
-
-    def __init__(self, kube: Kube, client: str, name: str) -> None:
-        self.name = name
-        self.run = TrafficRun(kube, client, name=name.replace(" ", "-"), port=8750)
-
-    def rounds(self) -> Iterator[int]:
-        """Count the rounds of a change that make this scenario's share of the requests."""
-        number, share = 0, math.ceil(TOTAL_REQUESTS * SHARES[self.name])
-        while number == 0 or self.run.report()["requests"] < share:
-            yield number
-            number += 1
-
-
 @contextlib.contextmanager
-def traffic(kube: Kube, client: str, name: str, reports: dict[str, Report]) -> Iterator[Scenario]:
+def traffic(kube: Kube, client: str, name: str, reports: dict[str, Report]) -> Iterator[TrafficRun]:
     """Send requests for the length of a with-block, some seconds before and after included; add the report to `reports`."""
-    scenario = Scenario(kube, client, name)
-    scenario.run.start(URL, MODEL, rate=RATE, revisions=(ANSWERS,))
-    stopped = False
-    try:
-        time.sleep(QUIET_SECONDS)
-        yield scenario
-        scenario.run.mark("after")
-        time.sleep(QUIET_SECONDS)
-        reports[name] = scenario.run.stop()
-        stopped = True
-        save(f"router, {name}", reports[name], REPORTS)
-    finally:
-        if not stopped:
-            print(json.dumps(scenario.run.stop(), indent=1))
+    run = TrafficRun(kube, client, name=name.replace(" ", "-").replace(",", ""), port=8750)
+    run.start(URL, MODEL, rate=RATE, revisions=(ANSWERS,))
+    with recorded(run, name, reports, REPORTS, file_name=f"router, {name}"):
+        yield run
+
+
+def share(name: str) -> int:
+    """Return the number of requests that a test shall send."""
+    return math.ceil(TOTAL_REQUESTS * SHARES[name])
 
 
 def patch(kube: Kube, **spec: Any) -> None:
@@ -130,9 +108,9 @@ def wait_for_pods(kube: Kube, count: int) -> None:
 
 @pytest.mark.traffic
 def test_rollouts(kube: Kube, routed: str, reports: dict[str, Report]) -> None:
-    with traffic(kube, routed, "rollout", reports) as scenario:
-        for number in scenario.rounds():
-            scenario.run.mark("rollout")
+    with traffic(kube, routed, "rollout", reports) as run:
+        for number in run.rounds(share("rollout")):
+            run.mark("rollout")
             before = status(kube)["currentRevision"]
             patch(kube, runtime={"args": [f"--max-running-requests={64 + number}"]})
             wait(
@@ -145,10 +123,10 @@ def test_rollouts(kube: Kube, routed: str, reports: dict[str, Report]) -> None:
 
 @pytest.mark.traffic
 def test_scaling_out_and_in(kube: Kube, routed: str, reports: dict[str, Report]) -> None:
-    with traffic(kube, routed, "scaling", reports) as scenario:
-        for _ in scenario.rounds():
+    with traffic(kube, routed, "scaling", reports) as run:
+        for _ in run.rounds(share("scaling")):
             for window, count in (("scaling out", 2), ("scaling in", 1)):
-                scenario.run.mark(window)
+                run.mark(window)
                 kube.run("scale", "infsvc", NAME, f"--replicas={count}")
                 wait_for_pods(kube, count)
     check(reports["scaling"])
@@ -163,16 +141,16 @@ def test_number_of_pods_follows_the_load(kube: Kube, routed: str, reports: dict[
         patch(kube, autoscaling={"minReplicas": 1, **policy})
 
     try:
-        with traffic(kube, routed, "autoscaling", reports) as scenario:
-            for _ in scenario.rounds():
-                scenario.run.mark("to four pods")
+        with traffic(kube, routed, "autoscaling", reports) as run:
+            for _ in run.rounds(share("autoscaling")):
+                run.mark("to four pods")
                 autoscale(0.001)
                 wait(
                     lambda: status(kube).get("readyReplicas", 0) == MOST_PODS,
                     timeout_seconds=SETTLE_SECONDS,
                     explain=lambda: json.dumps(status(kube), indent=1),
                 )
-                scenario.run.mark("to one pod")
+                run.mark("to one pod")
                 autoscale(600)
                 wait_for_pods(kube, 1)
     finally:
@@ -184,17 +162,17 @@ def test_number_of_pods_follows_the_load(kube: Kube, routed: str, reports: dict[
 @pytest.mark.traffic
 def test_to_zero_and_back(kube: Kube, routed: str, reports: dict[str, Report]) -> None:
     """Whenever no pod is left, traffic begins at once at its full rate; its first requests wait for a pod."""
-    share = math.ceil(TOTAL_REQUESTS * SHARES["zero"])
+    wanted = share("zero")
     policy = {"minReplicas": 0, "maxReplicas": 1, "scaleDownDelaySeconds": 5, "targets": {"concurrency": 256}}
     patch(kube, autoscaling={**policy, "scaleToZeroAfterSeconds": IDLE_SECONDS})
     sent = number = 0
     try:
-        while number == 0 or sent < share:
+        while number == 0 or sent < wanted:
             wait_for_pods(kube, 0)
             name = f"zero, {number}"
             run = TrafficRun(kube, routed, name=f"zero-{number}", port=8750)
             run.start(URL, MODEL, rate=RATE, revisions=(ANSWERS,))
-            report = run.stop(at_least=max(BURST_REQUESTS, min(2000, share - sent)))
+            report = run.stop(at_least=max(BURST_REQUESTS, min(2000, wanted - sent)))
             reports[name] = report
             save(f"router, {name}", report, REPORTS)
             check(report)
@@ -208,10 +186,10 @@ def test_to_zero_and_back(kube: Kube, routed: str, reports: dict[str, Report]) -
 def test_rollouts_of_the_routers_and_of_the_operator(
     kube: Kube, operator: Kube, routed: str, reports: dict[str, Report]
 ) -> None:
-    with traffic(kube, routed, "routers", reports) as scenario:
-        for _ in scenario.rounds():
+    with traffic(kube, routed, "routers", reports) as run:
+        for _ in run.rounds(share("routers")):
             for name in (ROUTER, "skiff-operator"):
-                scenario.run.mark(f"rollout of {name}")
+                run.mark(f"rollout of {name}")
                 operator.run("rollout", "restart", f"deployment/{name}")
                 operator.run("rollout", "status", f"deployment/{name}", "--timeout=180s", timeout_seconds=210)
             wait(lambda: len(routers(operator)) == 2, timeout_seconds=120)
@@ -223,11 +201,11 @@ def test_killed_routers_lose_only_their_own_requests(
     kube: Kube, operator: Kube, routed: str, reports: dict[str, Report]
 ) -> None:
     moments: list[float] = []
-    with traffic(kube, routed, "router killed", reports) as scenario:
-        for _ in scenario.rounds():
+    with traffic(kube, routed, "router killed", reports) as run:
+        for _ in run.rounds(share("router killed")):
             for name in sorted(routers(operator)):
-                scenario.run.mark("router killed")
-                moments.append(scenario.run.report()["seconds"])
+                run.mark("router killed")
+                moments.append(run.report()["seconds"])
                 operator.run("delete", "pod", name, "--grace-period=0", "--force")
                 wait(lambda: len(routers(operator)) == 2, timeout_seconds=120)
     report = reports["router killed"]

@@ -21,7 +21,7 @@ from onenode import OneNode
 from paths import layout
 from providers import made
 from traffic import CONNECT_TIMEOUT_SECONDS, Failure
-from traffic_reports import check, publish, save
+from traffic_reports import QUIET_SECONDS, check, publish, recorded
 from traffic_run import TrafficRun
 
 NAME: Final = "traffic"
@@ -48,7 +48,6 @@ KILLS: Final = ("processes killed", "pod deleted by force")
 NOTICE_SECONDS: Final = 15.0 + CONNECT_TIMEOUT_SECONDS
 """Time after a kill within which requests may fail: the command, the kubelet and the endpoints on a crowded machine, and then a
 connection to the pod that is gone."""
-QUIET_SECONDS: Final = 2.0
 WITHOUT_API_SECONDS: Final = 40.0
 """Less than the 50 s after which Kubernetes' controller manager finds the node's lease too old, once it can read again: it
 then takes all pods of the node from the endpoints until the kubelet has renewed the lease."""
@@ -94,21 +93,6 @@ def one_node() -> OneNode:
     return provider
 
 
-class Scenario:
-    """Traffic during one kind of change."""
-
-    def __init__(self, kube: Kube, client: str, name: str, *, retries: int = 0) -> None:
-        file_name = name.replace(",", "").replace(" ", "-")
-        self.run = TrafficRun(kube, client, name=file_name, port=8701 if retries else 8700)
-
-    def rounds(self) -> Iterator[int]:
-        """Count the rounds of a change that make this scenario's share of the requests."""
-        number = 0
-        while number == 0 or self.run.report()["requests"] < SHARE:
-            yield number
-            number += 1
-
-
 @contextlib.contextmanager
 def traffic(
     kube: Kube,
@@ -120,26 +104,18 @@ def traffic(
     revisions: tuple[str, ...] = (DEMO,),
     retries: int = 0,
     rate: float = RATE,
-) -> Iterator[Scenario]:
+) -> Iterator[TrafficRun]:
     """Send requests for the length of a with-block, some seconds before and after included; add the report to `reports`.
 
     The service has `replicas` at the beginning.
     """
     scale(kube, replicas)
-    scenario = Scenario(kube, client, name, retries=retries)
-    scenario.run.start(URL, MODEL, rate=rate, revisions=revisions, retries=retries)
-    stopped = False
-    try:
-        time.sleep(QUIET_SECONDS)
-        yield scenario
-        scenario.run.mark("after")
-        time.sleep(QUIET_SECONDS)
-        reports[name] = scenario.run.stop()
-        stopped = True
-        save(name, reports[name], REPORTS)
-    finally:
-        if not stopped:
-            print(json.dumps(scenario.run.stop(), indent=1))
+    run = TrafficRun(
+        kube, client, name=name.replace(",", "").replace(" ", "-"), port=8701 if retries else 8700
+    )
+    run.start(URL, MODEL, rate=rate, revisions=revisions, retries=retries)
+    with recorded(run, name, reports, REPORTS):
+        yield run
 
 
 def pods(kube: Kube) -> list[Object]:
@@ -186,9 +162,9 @@ def wait_for_operator(operator: Kube) -> None:
 def test_an_edit_of_arguments(
     kube: Kube, client: str, service: str, reports: dict[str, dict[str, Any]]
 ) -> None:
-    with traffic(kube, client, "edit of arguments", reports) as scenario:
-        for number in scenario.rounds():
-            scenario.run.mark("rollout")
+    with traffic(kube, client, "edit of arguments", reports) as run:
+        for number in run.rounds(SHARE):
+            run.mark("rollout")
             patch(kube, runtime={"args": [f"--max-running-requests={64 + number}"]})
             wait_settled(kube)
     check(reports["edit of arguments"])
@@ -197,12 +173,12 @@ def test_an_edit_of_arguments(
 def test_scaling_out_and_in(
     kube: Kube, client: str, service: str, reports: dict[str, dict[str, Any]]
 ) -> None:
-    with traffic(kube, client, "scaling", reports) as scenario:
-        for _ in scenario.rounds():
-            scenario.run.mark("scaling out")
+    with traffic(kube, client, "scaling", reports) as run:
+        for _ in run.rounds(SHARE):
+            run.mark("scaling out")
             scale(kube, 2)
             assert kube.list("poddisruptionbudgets", PODS)
-            scenario.run.mark("scaling in")
+            run.mark("scaling in")
             scale(kube, 1)
             assert not kube.list("poddisruptionbudgets", PODS)
     check(reports["scaling"])
@@ -211,9 +187,9 @@ def test_scaling_out_and_in(
 @pytest.mark.traffic
 def test_an_evicted_pod(kube: Kube, client: str, service: str, reports: dict[str, dict[str, Any]]) -> None:
     """Evict pods by the API that `kubectl drain` uses; with one node, a drained pod would have nowhere to go."""
-    with traffic(kube, client, "eviction", reports, replicas=2) as scenario:
-        for _ in scenario.rounds():
-            scenario.run.mark("eviction")
+    with traffic(kube, client, "eviction", reports, replicas=2) as run:
+        for _ in run.rounds(SHARE):
+            run.mark("eviction")
             for name in [pod["metadata"]["name"] for pod in pods(kube)]:
                 evict(kube, name)
                 wait_settled(kube)
@@ -238,14 +214,14 @@ def test_a_killed_pod(kube: Kube, client: str, service: str, reports: dict[str, 
     """
     kills: dict[str, list[float]] = {"kill": [], "kill, with retries": []}
     with (
-        traffic(kube, client, "kill", reports, replicas=2, rate=RATE / 2) as scenario,
+        traffic(kube, client, "kill", reports, replicas=2, rate=RATE / 2) as run,
         traffic(kube, client, "kill, with retries", reports, replicas=2, rate=RATE / 2, retries=2) as retried,
     ):
-        for _ in scenario.rounds():
+        for _ in run.rounds(SHARE):
             for how in KILLS if TOTAL_REQUESTS else KILLS[:1]:
-                for each, moments in zip((scenario, retried), kills.values(), strict=True):
-                    each.run.mark(how)
-                    moments.append(each.run.report()["seconds"])
+                for each, moments in zip((run, retried), kills.values(), strict=True):
+                    each.mark(how)
+                    moments.append(each.report()["seconds"])
                 kill(kube, pods(kube)[0]["metadata"]["name"], how)
                 wait_settled(kube)
     # Two retries, after half a second and a second, end before the endpoint is gone where the machine is slow.
@@ -330,14 +306,14 @@ def test_an_edit_of_the_model(
     kube: Kube, client: str, changed_model: str, reports: dict[str, dict[str, Any]]
 ) -> None:
     """Every answer is one of the old model's or one of the new one's, and after the rollout all are the new one's."""
-    with traffic(kube, client, "edit of the model", reports, revisions=(DEMO, CHANGED)) as scenario:
-        for _ in scenario.rounds():
+    with traffic(kube, client, "edit of the model", reports, revisions=(DEMO, CHANGED)) as run:
+        for _ in run.rounds(SHARE):
             for window, uri in (
                 ("rollout", changed_model),
                 ("serving the new model", ""),
                 ("rollback", "demo://"),
             ):
-                scenario.run.mark(window)
+                run.mark(window)
                 if uri:
                     patch(kube, model={"uri": uri})
                     wait_settled(kube)
@@ -366,11 +342,11 @@ def test_an_edit_of_the_image(
 ) -> None:
     with (
         second_name(one_node, tool("image", "runtime")) as image,
-        traffic(kube, client, "edit of the image", reports) as scenario,
+        traffic(kube, client, "edit of the image", reports) as run,
     ):
-        for _ in scenario.rounds():
+        for _ in run.rounds(SHARE):
             for window, name in (("rollout", image), ("rollback", None)):
-                scenario.run.mark(window)
+                run.mark(window)
                 patch(kube, runtime={"image": name})
                 wait_settled(kube)
     check(reports["edit of the image"])
@@ -380,9 +356,9 @@ def test_an_edit_of_the_image(
 def test_an_operator_killed_in_a_rollout(
     kube: Kube, client: str, service: str, operator: Kube, reports: dict[str, dict[str, Any]]
 ) -> None:
-    with traffic(kube, client, "operator killed", reports) as scenario:
-        for number in scenario.rounds():
-            scenario.run.mark("rollout without the operator")
+    with traffic(kube, client, "operator killed", reports) as run:
+        for number in run.rounds(SHARE):
+            run.mark("rollout without the operator")
             patch(kube, runtime={"args": [f"--max-running-requests={96 + number}"]})
             operator.run("delete", "pods", "-l", OPERATOR_PODS, "--force", "--grace-period=0")
             wait_settled(kube)
@@ -403,16 +379,16 @@ def test_helm_upgrade_and_rollback(
     release = [RELEASE, "--namespace", operator.namespace, "--wait", "--timeout", "4m"]
     with (
         second_name(one_node, tool("image", "operator")) as image,
-        traffic(kube, client, "helm upgrade and rollback", reports) as scenario,
+        traffic(kube, client, "helm upgrade and rollback", reports) as run,
     ):
         values = f"image.tag={image.rpartition(':')[2]},logLevel=debug,workers=4"
         before = [pod["metadata"]["uid"] for pod in pods(kube)]
-        for _ in scenario.rounds():
-            scenario.run.mark("helm upgrade")
+        for _ in run.rounds(SHARE):
+            run.mark("helm upgrade")
             helm.run("upgrade", *release, str(CHART), "--reuse-values", "--set", values)
             wait_for_operator(operator)
             wait_settled(kube)
-            scenario.run.mark("helm rollback")
+            run.mark("helm rollback")
             helm.run("rollback", *release)
             wait_for_operator(operator)
             wait_settled(kube)
@@ -426,9 +402,9 @@ def test_without_an_api_server(
 ) -> None:
     """Stop the API server and etcd; afterwards the operator carries out an edit."""
     daemons = [one_node.daemon(name) for name in ("kube-apiserver", "etcd")]
-    with traffic(kube, client, "no API server", reports) as scenario:
-        for number in scenario.rounds():
-            scenario.run.mark("API server stopped")
+    with traffic(kube, client, "no API server", reports) as run:
+        for number in run.rounds(SHARE):
+            run.mark("API server stopped")
             try:
                 for daemon in daemons:
                     daemon.pause()
@@ -437,7 +413,7 @@ def test_without_an_api_server(
                 for daemon in reversed(daemons):
                     daemon.resume()
             wait(lambda: answers(kube), timeout_seconds=60)
-            scenario.run.mark("API server back, rollout")
+            run.mark("API server back, rollout")
             patch(kube, runtime={"args": [f"--max-running-requests={128 + number}"]})
             wait_settled(kube)
     check(reports["no API server"])

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from apiserver import ApiServer
 from metrics_pages import MetricsPage, served
+from operator_checks import place
 from operator_process import OperatorProcess, eventually
 from play_kubelet import PlayKubelet
 
@@ -43,9 +44,8 @@ class Pods:
             if name not in self._addresses:
                 address = self._addresses[name] = f"127.1.{self._subnet}.{len(self._addresses) + 2}"
                 self._stack.enter_context(served(address, self.page))
-                addresses = {"status": {"podIP": address, "podIPs": [{"ip": address}]}}
                 self.kubelet.report(pod, ready=True, state={"running": {"startedAt": "2026-01-01T00:00:00Z"}})
-                self._api.merge("pods", name, addresses, "status")
+                place(self._api, name, address)
 
 
 def replicas(api: ApiServer) -> int:

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from apiserver import COLLECTIONS, ApiServer, Refused
+from apiserver import COLLECTIONS, ApiServer
 from controlplane import ControlPlane
-from helm import Helm
-from installation import Installation
+from installation import running_operator
+from operator_checks import find_if_served
 from operator_process import OperatorProcess, eventually
 from services import service
 
@@ -137,26 +137,11 @@ def engines(
     api: ApiServer, server: ApiServer, plane: ControlPlane, tmp_path: Path
 ) -> Iterator[OperatorProcess]:
     """Run an operator of the test's namespace with both engines; KEDA is not installed."""
-    values = (
-        f"watchNamespaces={{{api.namespace}}}",
-        "autoscaling.engines={HPA,KEDA}",
-        "autoscaling.prometheusAddress=http://prometheus:9090",
-    )
-    installed = Installation(server, plane.kubeconfig, Helm().render(*values, namespace=api.namespace))
-    installed.apply()
-    process = installed.operator(tmp_path, "engines", "--status-delay-seconds", "0.1")
-    process.start()
-    yield process
-    process.end()
-
-
-def find(api: ApiServer, plural: str) -> Any:
-    """An object named llama, or None, also where its kind is not served."""
-    try:
-        return api.find(plural, "llama")
-    except Refused as error:
-        assert error.status == 404
-        return None
+    values = ("autoscaling.engines={HPA,KEDA}", "autoscaling.prometheusAddress=http://prometheus:9090")
+    with running_operator(
+        server, plane.kubeconfig, tmp_path, "engines", *values, namespace=api.namespace
+    ) as process:
+        yield process
 
 
 def condition(api: ApiServer, kind: str) -> dict[str, Any]:
@@ -180,11 +165,12 @@ def test_the_engines_objects_come_are_repaired_and_go(
         },
     }
     uid = api.create("inferenceservices", body)["metadata"]["uid"]
-    made = eventually(lambda: find(api, "horizontalpodautoscalers"), "a HorizontalPodAutoscaler")
+    made = eventually(lambda: find_if_served(api, "horizontalpodautoscalers"), "a HorizontalPodAutoscaler")
     assert made["metadata"]["ownerReferences"][0]["uid"] == uid
     api.merge("horizontalpodautoscalers", "llama", {"spec": {"maxReplicas": 9}})
     eventually(
-        lambda: find(api, "horizontalpodautoscalers")["spec"]["maxReplicas"] == 4, "the edit is reverted"
+        lambda: find_if_served(api, "horizontalpodautoscalers")["spec"]["maxReplicas"] == 4,
+        "the edit is reverted",
     )
     before = engines.writes()
     time.sleep(2)
@@ -193,7 +179,7 @@ def test_the_engines_objects_come_are_repaired_and_go(
     eventually(lambda: api.get("deployments", "llama")["spec"]["replicas"] == 3, "it may write the number")
 
     api.merge("inferenceservices", "llama", {"spec": {"autoscaling": {"engine": "KEDA"}}})
-    eventually(lambda: find(api, "horizontalpodautoscalers") is None, "it goes")
+    eventually(lambda: find_if_served(api, "horizontalpodautoscalers") is None, "it goes")
     eventually(
         lambda: "KEDA is not installed" in condition(api, "Degraded").get("message", ""),
         "its lack is reported",
@@ -203,11 +189,11 @@ def test_the_engines_objects_come_are_repaired_and_go(
     try:
         engines.stop()
         engines.start()
-        scaled = eventually(lambda: find(api, "scaledobjects"), "a ScaledObject")
+        scaled = eventually(lambda: find_if_served(api, "scaledobjects"), "a ScaledObject")
         assert scaled["spec"]["maxReplicaCount"] == 4
         eventually(lambda: condition(api, "Degraded").get("status") == "False", "and the trouble is over")
         api.merge("inferenceservices", "llama", {"spec": {"autoscaling": None}})
-        eventually(lambda: find(api, "scaledobjects") is None, "it goes")
+        eventually(lambda: find_if_served(api, "scaledobjects") is None, "it goes")
         assert api.get("inferenceservices", "llama")["spec"]["replicas"] == 3
     finally:
         server.request("DELETE", f"{path}/scaledobjects.keda.sh")

@@ -9,8 +9,9 @@ import pytest
 from apiserver import ApiServer
 from metrics_pages import MetricsPage, request_counts, served
 from msgspec.structs import replace
+from operator_checks import condition, place, revision
 from operator_process import OperatorProcess, eventually
-from play_kubelet import REVISION, PlayKubelet
+from play_kubelet import PlayKubelet
 
 from skiff_operator import canary, spec
 from skiff_operator.errors import InvalidSpec
@@ -129,21 +130,6 @@ def create(api: ApiServer, **canary_fields: Any) -> tuple[PlayKubelet, str]:
     return kubelet, revision(api)
 
 
-def condition(api: ApiServer, kind: str) -> tuple[str, str]:
-    """Status and reason of a condition of the present generation."""
-    found = api.get("inferenceservices", "llama")
-    status = found.get("status", {})
-    if status.get("observedGeneration") != found["metadata"]["generation"]:
-        return "", ""
-    return next((each["status"], each["reason"]) for each in status["conditions"] if each["type"] == kind)
-
-
-def revision(api: ApiServer) -> str:
-    """The revision of the Deployment's template."""
-    label: str = api.get("deployments", "llama")["spec"]["template"]["metadata"]["labels"][REVISION]
-    return label
-
-
 def begin(api: ApiServer, kubelet: PlayKubelet, old: str, address: str = "") -> str:
     """Edit the spec, and let the canary's pod serve. Returns its revision."""
     api.merge("inferenceservices", "llama", {"spec": {"runtime": {"args": ["--max-running-requests=8"]}}})
@@ -154,8 +140,7 @@ def begin(api: ApiServer, kubelet: PlayKubelet, old: str, address: str = "") -> 
     eventually(lambda: published(api).get("pods") == [name], "its pod is listed before it is ready")
     assert "startedAt" not in published(api)
     if address:
-        where = {"podIP": address, "podIPs": [{"ip": address}]}
-        api.merge("pods", name, {"status": where}, "status")
+        place(api, name, address)
     kubelet.serve(1, new)
     eventually(lambda: condition(api, "Progressing") == ("True", "Canary"), "the canary serves")
     return new
@@ -227,8 +212,7 @@ def test_canary_that_serves_worse_is_rolled_back(api: ApiServer, start: Start, s
         stack.enter_context(served("127.1.9.6", page))
         kubelet, old = create(api)
         for pod, address in zip(kubelet.pods(), ("127.1.9.5", "127.1.9.7"), strict=True):
-            where = {"podIP": address, "podIPs": [{"ip": address}]}
-            api.merge("pods", pod["metadata"]["name"], {"status": where}, "status")
+            place(api, pod["metadata"]["name"], address)
         new = begin(api, kubelet, old, "127.1.9.6")
         assert published(api)["weight"] == 30
         page.text = request_counts(60, 20)

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from apiserver import COLLECTIONS, ApiServer, Refused
+from apiserver import COLLECTIONS, ApiServer
 from controlplane import ControlPlane
-from helm import Helm
-from installation import Installation
+from installation import running_operator
+from operator_checks import find_if_served
 from operator_process import OperatorProcess, eventually
 from services import service
 from strangers import condition
@@ -124,22 +124,11 @@ def pools(
     api: ApiServer, server: ApiServer, plane: ControlPlane, tmp_path: Path
 ) -> Iterator[OperatorProcess]:
     """Run an operator of the test's namespace with the chart's rights to InferencePools; the CRDs are not installed."""
-    values = (f"watchNamespaces={{{api.namespace}}}", "inferencePools.enabled=true")
-    installed = Installation(server, plane.kubeconfig, Helm().render(*values, namespace=api.namespace))
-    installed.apply()
-    process = installed.operator(tmp_path, "pools", "--status-delay-seconds", "0.1")
-    process.start()
-    yield process
-    process.end()
-
-
-def find(api: ApiServer, plural: str) -> Any:
-    """An object named llama, or None, also where its kind is not served."""
-    try:
-        return api.find(plural, "llama")
-    except Refused as error:
-        assert error.status == 404
-        return None
+    value = "inferencePools.enabled=true"
+    with running_operator(
+        server, plane.kubeconfig, tmp_path, "pools", value, namespace=api.namespace
+    ) as process:
+        yield process
 
 
 def test_the_objects_come_are_repaired_and_go(
@@ -176,19 +165,19 @@ def test_the_objects_come_are_repaired_and_go(
         pools.stop()
         pools.start()
         for plural in ("inferencepools", "httproutes"):
-            made = eventually(lambda plural=plural: find(api, plural), plural)  # type: ignore[misc]
+            made = eventually(lambda plural=plural: find_if_served(api, plural), plural)  # type: ignore[misc]
             assert made["metadata"]["ownerReferences"][0]["uid"] == uid
         eventually(lambda: condition(api, "llama", "Degraded")[0] == "False", "and the trouble is over")
         api.merge("inferencepools", "llama", {"spec": {"targetPorts": [{"number": 1}]}})
         eventually(
-            lambda: find(api, "inferencepools")["spec"]["targetPorts"] == [{"number": 8000}],
+            lambda: find_if_served(api, "inferencepools")["spec"]["targetPorts"] == [{"number": 8000}],
             "the edit is reverted",
         )
         api.merge("inferenceservices", "llama", {"spec": {"inferencePool": {"httpRoute": None}}})
-        eventually(lambda: find(api, "httproutes") is None, "the route goes")
-        assert find(api, "inferencepools") is not None
+        eventually(lambda: find_if_served(api, "httproutes") is None, "the route goes")
+        assert find_if_served(api, "inferencepools") is not None
         api.merge("inferenceservices", "llama", {"spec": {"inferencePool": {"enabled": False}}})
-        eventually(lambda: find(api, "inferencepools") is None, "the pool goes")
+        eventually(lambda: find_if_served(api, "inferencepools") is None, "the pool goes")
     finally:
         for each in definitions:
             server.request("DELETE", f"{path}/{each['metadata']['name']}")

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 from apiserver import ApiServer
+from operator_checks import condition
 from operator_process import OperatorProcess, eventually
 from play_kubelet import PlayKubelet
 from services import hub
@@ -22,16 +23,6 @@ def create(api: ApiServer, name: str = "llama", **fields: Any) -> Any:
 def edit(api: ApiServer, name: str = "llama", **fields: Any) -> None:
     """Merge into the spec."""
     api.merge("inferenceservices", name, {"spec": fields})
-
-
-def condition(api: ApiServer, kind: str, name: str = "llama") -> tuple[str, str]:
-    """Status and reason of a condition that was observed for the present generation."""
-    found = api.get("inferenceservices", name)
-    status = found.get("status", {})
-    if status.get("observedGeneration") != found["metadata"]["generation"]:
-        return "", ""
-    conditions = {each["type"]: each for each in status["conditions"]}
-    return conditions[kind]["status"], conditions[kind]["reason"]
 
 
 def wait_for(api: ApiServer, kind: str, *verdict: str, name: str = "llama") -> Any:

@@ -6,6 +6,7 @@ from typing import Any
 
 from apiserver import ApiServer
 from metrics_pages import MetricsPage, request_counts, served
+from operator_checks import condition, place, revision
 from operator_process import OperatorProcess, eventually
 from play_kubelet import REVISION, PlayKubelet
 
@@ -26,21 +27,6 @@ def create(api: ApiServer, **fields: Any) -> PlayKubelet:
 
 def edit(api: ApiServer, **fields: Any) -> None:
     api.merge("inferenceservices", "llama", {"spec": fields})
-
-
-def condition(api: ApiServer, kind: str) -> tuple[str, str]:
-    """Status and reason of a condition of the present generation."""
-    found = api.get("inferenceservices", "llama")
-    status = found.get("status", {})
-    if status.get("observedGeneration") != found["metadata"]["generation"]:
-        return "", ""
-    return next((each["status"], each["reason"]) for each in status["conditions"] if each["type"] == kind)
-
-
-def revision(api: ApiServer) -> str:
-    """The revision of the Deployment's template."""
-    label: str = api.get("deployments", "llama")["spec"]["template"]["metadata"]["labels"][REVISION]
-    return label
 
 
 def roll(api: ApiServer, kubelet: PlayKubelet, old: str) -> str:
@@ -151,12 +137,6 @@ def test_a_revision_that_fails_is_rolled_back(api: ApiServer, start: Start, skif
     assert condition(api, "Degraded")[1] != "RolledBack"
 
 
-def place(api: ApiServer, pod: Any, address: str) -> None:
-    """Give a pod an address, as its node's network does."""
-    addresses = {"podIP": address, "podIPs": [{"ip": address}]}
-    api.merge("pods", pod["metadata"]["name"], {"status": addresses}, "status")
-
-
 def analysis(api: ApiServer) -> Any:
     """The analysis in the status; empty until there is one."""
     return api.get("inferenceservices", "llama").get("status", {}).get("analysis", {})
@@ -181,7 +161,7 @@ def test_a_revision_that_serves_worse_is_rolled_back_after_its_rollout(
         stack.enter_context(served("127.1.8.3", new))
         kubelet = create(api, rollout={"autoRollback": True, "revisionHistoryLimit": 0})
         good = revision(api)
-        place(api, kubelet.pods()[0], "127.1.8.2")
+        place(api, kubelet.pods()[0]["metadata"]["name"], "127.1.8.2")
         edit(api, replicas=2)
         eventually(lambda: len(kubelet.pods()) == 2, "scaling is no rollout")
         edit(api, replicas=1)
@@ -193,7 +173,7 @@ def test_a_revision_that_serves_worse_is_rolled_back_after_its_rollout(
         assert isinstance(bad, str)
         assert old.reads > scaled_in, "the old pod was read before the write that begins the rollout"
         [pod] = eventually(lambda: kubelet.pods(bad), "its pod") or []
-        place(api, pod, "127.1.8.3")
+        place(api, pod["metadata"]["name"], "127.1.8.3")
         assert roll(api, kubelet, good) == bad
         eventually(lambda: analysis(api).get("phase") == "Observing", "the rollout is complete")
         eventually(lambda: condition(api, "Ready") == ("True", "Serving"), "and looks well")

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from apiserver import ApiServer
 from metrics_pages import MetricsPage, served
+from operator_checks import place
 from operator_process import eventually
 from play_kubelet import PlayKubelet
 
@@ -66,8 +67,7 @@ def test_the_coldest_pods_go(api: ApiServer) -> None:
             kubelet.report(
                 pod, ready=name != loading, state={"running": {"startedAt": "2026-01-01T00:00:00Z"}}
             )
-            addresses = {"status": {"podIP": address, "podIPs": [{"ip": address}]}}
-            api.merge("pods", name, addresses, "status")
+            place(api, name, address)
             if name in pages:
                 stack.enter_context(served(address, MetricsPage(pages[name])))
         eventually(

@@ -1,10 +1,12 @@
 """The operator as the chart installs it: under its ServiceAccount, with its roles and its Deployment's environment."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from apiserver import APPLY, ApiServer
+from helm import Helm
 from operator_process import OperatorProcess, eventually, token_kubeconfig
 
 RIGHTS: Final = "/apis/rbac.authorization.k8s.io/v1"
@@ -72,3 +74,19 @@ class Installation:
         spec = {"user": user, "resourceAttributes": {**attributes, "resource": "leases"}}
         answer = api.request("POST", "/apis/authorization.k8s.io/v1/subjectaccessreviews", {"spec": spec})
         return bool(answer["status"]["allowed"])
+
+
+@contextlib.contextmanager
+def running_operator(
+    server: ApiServer, kubeconfig: Path, folder: Path, name: str, *values: str, namespace: str
+) -> Iterator[OperatorProcess]:
+    """Run an operator of one namespace, under the rights of a chart with these values, until the end of the block."""
+    chart = Helm().render(f"watchNamespaces={{{namespace}}}", *values, namespace=namespace)
+    installed = Installation(server, kubeconfig, chart)
+    installed.apply()
+    process = installed.operator(folder, name, "--status-delay-seconds", "0.1")
+    process.start()
+    try:
+        yield process
+    finally:
+        process.end()

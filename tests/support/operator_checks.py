@@ -1,10 +1,12 @@
 """Steps and checks of tests that run an operator against a real API server and its garbage collector."""
 
 from functools import partial
+from typing import Any
 
 import httpx
-from apiserver import ApiServer
+from apiserver import ApiServer, Refused
 from operator_process import OperatorProcess, eventually
+from play_kubelet import NOT_FOUND, REVISION
 
 CHILDREN = ("serviceaccounts", "deployments", "services")
 
@@ -36,6 +38,36 @@ def delete(api: ApiServer, name: str) -> None:
 def left(api: ApiServer, name: str) -> list[str]:
     """Return the objects under a service's name."""
     return [plural for plural in ("inferenceservices", *CHILDREN) if api.find(plural, name)]
+
+
+def find_if_served(api: ApiServer, plural: str, name: str = "llama") -> Any:
+    """Return an object, or None, also where its kind is not served."""
+    try:
+        return api.find(plural, name)
+    except Refused as error:
+        assert error.status == NOT_FOUND
+        return None
+
+
+def condition(api: ApiServer, kind: str, name: str = "llama") -> tuple[str, str]:
+    """Return status and reason of a condition that was observed for the present generation; empty before that."""
+    found = api.get("inferenceservices", name)
+    status = found.get("status", {})
+    if status.get("observedGeneration") != found["metadata"]["generation"]:
+        return "", ""
+    return next((each["status"], each["reason"]) for each in status["conditions"] if each["type"] == kind)
+
+
+def revision(api: ApiServer, name: str = "llama") -> str:
+    """Return the revision of a Deployment's template."""
+    label: str = api.get("deployments", name)["spec"]["template"]["metadata"]["labels"][REVISION]
+    return label
+
+
+def place(api: ApiServer, pod: str, address: str) -> None:
+    """Give a pod an address, as its node's network does."""
+    addresses = {"podIP": address, "podIPs": [{"ip": address}]}
+    api.merge("pods", pod, {"status": addresses}, "status")
 
 
 def known(operator: OperatorProcess) -> int:
