@@ -9,6 +9,7 @@ from skiff_router.limits import Admission, RateLimited, RateLimiter, estimate_pr
 from skiff_router.metrics import RouterMetrics
 from skiff_router.token_usage import TokenUsage
 from skiff_router.usage_log import UsageLine, UsageLog
+from skiff_runtime import log
 from skiff_runtime.api.http.asgi import Scope
 from skiff_runtime.api.http.auth import get_principal
 from skiff_runtime.api.http.key_file import KeyFile
@@ -83,7 +84,7 @@ class Meter:
         if self._metering.log is not None:
             self._metering.log.write(
                 UsageLine(
-                    time=_format_time(time.time()),
+                    time=log.format_time(time.time()),
                     id=get_request_id(self._scope),
                     key=self._name or None,
                     model=model or None,
@@ -102,9 +103,3 @@ class Meter:
         """Free the request's place, however it ended."""
         if self._admission is not None:
             self._admission.end(0)
-
-
-def _format_time(seconds: float) -> str:
-    """Return a time in UTC, with milliseconds."""
-    whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
-    return f"{whole}.{int(seconds % 1 * 1000):03d}Z"

@@ -13,7 +13,7 @@ from typing import Final
 
 from skiff_router.token_usage import TokenUsage, read_body_usage, read_stream_usage
 from skiff_router.upstream import Headers, UpstreamConnection, UpstreamError
-from skiff_runtime.api.http.asgi import CHUNK_WRITER_EXTENSION, Scope, Send
+from skiff_runtime.api.http.asgi import CHUNK_WRITER_EXTENSION, WHOLE_RESPONSE_EXTENSION, Scope, Send
 from skiff_runtime.api.http.request_headers import get_header
 from skiff_runtime.api.http.usage_header import USAGE_HEADER, parse_usage_header
 
@@ -78,6 +78,7 @@ class ClientWriter:
         self._send = send
         self._headers = headers
         self._write_chunk = scope["extensions"][CHUNK_WRITER_EXTENSION]
+        self._write_response = scope["extensions"][WHOLE_RESPONSE_EXTENSION]
         self._backlog: deque[bytes] = deque()
         self._draining: asyncio.Task[None] | None = None
         self._source: UpstreamConnection | None = None
@@ -92,6 +93,8 @@ class ClientWriter:
         if reply.status not in _BODILESS:
             headers.append((b"content-length", b"%d" % len(reply.body)))
         headers += self._headers
+        if self._write_response(reply.status, headers, reply.body):
+            return
         await self._send({"type": "http.response.start", "status": reply.status, "headers": headers})
         await self._send({"type": "http.response.body", "body": reply.body, "more_body": False})
 
