@@ -1,6 +1,5 @@
 """The meter of each request: admitted within the limits of its API key, and counted by key and model when it ends."""
 
-import asyncio
 import time
 from dataclasses import dataclass
 from typing import Final
@@ -66,7 +65,7 @@ class Meter:
         self._scope = scope
         self._name = name
         self._admission = admission
-        self._began = asyncio.get_running_loop().time()
+        self._began = time.monotonic()
         self._is_over = False
 
     def end(
@@ -91,7 +90,7 @@ class Meter:
                     service=service or None,
                     endpoint=self._scope["path"],
                     status=status,
-                    seconds=round(asyncio.get_running_loop().time() - self._began, 6),
+                    seconds=round(time.monotonic() - self._began, 6),
                     prompt_tokens=used.prompt,
                     cached_tokens=used.cached,
                     completion_tokens=used.completion,

@@ -197,7 +197,8 @@ class _RoutedRequest:
         self._send = send
         self._body = body
         self._id = get_request_id(scope)
-        self._began = asyncio.get_running_loop().time()
+        self._loop = loop = asyncio.get_running_loop()
+        self._began = loop.time()
         self._writer = ClientWriter(scope, send, get_response_headers(scope))
         self._model = ""
         self._service = ""
@@ -311,7 +312,7 @@ class _RoutedRequest:
             if self._attempts:
                 context.metrics.record_retry(self._model)
             self._attempts += 1
-            now = asyncio.get_running_loop().time()
+            now = self._loop.time()
             left = backend.select_revision(left, canary=self._is_canary)
             endpoint = context.policy.choose(left, self._prompt, now)
             if backend.canary is not None:
@@ -365,7 +366,7 @@ class _RoutedRequest:
         self._relay = relay = Relay(self._writer, connection)
         context.exchanges.add(endpoint, relay, connection)
         limit = context.settings.first_byte_seconds
-        timer = asyncio.get_running_loop().call_later(limit, _expire, relay, connection, limit)
+        timer = self._loop.call_later(limit, _expire, relay, connection, limit)
         try:
             connection.send(self._request(endpoint), relay)
             outcome = await relay.outcome
@@ -447,7 +448,7 @@ class _RoutedRequest:
             pod=self._pod,
             status=status,
             attempts=self._attempts,
-            seconds=asyncio.get_running_loop().time() - self._began,
+            seconds=self._loop.time() - self._began,
         )
 
 

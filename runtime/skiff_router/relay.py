@@ -162,7 +162,7 @@ class Relay:
     """The receiver of one attempt's response. ``outcome`` is set at its end; ``first_byte_at`` is 0 before its first byte."""
 
     def __init__(self, writer: ClientWriter, connection: UpstreamConnection) -> None:
-        loop = asyncio.get_running_loop()
+        self._loop = loop = asyncio.get_running_loop()
         self.outcome: asyncio.Future[Outcome] = loop.create_future()
         self.first_byte_at = 0.0
         self._writer = writer
@@ -185,7 +185,7 @@ class Relay:
 
     def on_head(self, status: int, headers: Headers) -> None:
         """Hold the response back, or begin to pass it on."""
-        self.first_byte_at = asyncio.get_running_loop().time()
+        self.first_byte_at = self._loop.time()
         self._status, self._headers = status, headers
         length, content_type = HELD_BYTES + 1, b""
         for name, value in headers:

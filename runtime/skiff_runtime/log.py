@@ -105,7 +105,7 @@ def configure(process: str, level: str, *, batched: bool = False) -> None:
 
 
 def _render(name: str, fields: dict[str, object]) -> str:
-    return " ".join([name, *(f"{key}={_value(value)}" for key, value in fields.items())])
+    return " ".join([name, *[f"{key}={_value(value)}" for key, value in fields.items()]])
 
 
 def _value(value: object) -> str:
