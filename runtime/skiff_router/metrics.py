@@ -13,6 +13,7 @@ from skiff_runtime import contract
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 FIRST_BYTE_BUCKETS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+FIRST_POD_BUCKETS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 
 MAX_CACHED_SERIES: Final = 4096
 
@@ -73,6 +74,13 @@ class RouterMetrics:
             "skiff_router_scale_requests",
             "Requests for pods to the API server, by result.",
             ("model", "result"),
+            registry=self._page,
+        )
+        self._first_pod = Histogram(
+            "skiff_router_first_pod_request_seconds",
+            "Time from the arrival of the first waiting request until the API server accepted the request for a first pod.",
+            ("model",),
+            buckets=FIRST_POD_BUCKETS,
             registry=self._page,
         )
         self._endpoints = Gauge(
@@ -158,6 +166,10 @@ class RouterMetrics:
     def record_scale_request(self, model: str, result: str) -> None:
         """Count a request for pods: asked, conflict or failed."""
         self._scale_requests.labels(model, result).inc()
+
+    def record_first_pod_request(self, model: str, seconds: float) -> None:
+        """Record the time from a request at zero pods until the API server accepted the request for the first one."""
+        self._first_pod.labels(model).observe(seconds)
 
     def record_rejection(self, status: int) -> None:
         """Count a request that was rejected before its model was known."""

@@ -20,6 +20,7 @@ def test_documentation_has_type_and_labels_of_each_metric() -> None:
     metrics.record_waiting("m", 1)
     metrics.record_wait("m", "released")
     metrics.record_scale_request("m", "asked")
+    metrics.record_first_pod_request("m", 0.03)
     metrics.record_usage("team", "m", TokenUsage(3, 2, 1, estimated=True))
     metrics.record_limited("team", "concurrency")
     metrics.record_reload("--limits-file", success=True)
