@@ -105,6 +105,12 @@ class RouterMetrics:
             ("model",),
             registry=self._page,
         )
+        self._prefix_tokens = Counter(
+            "skiff_router_prefix_tokens",
+            "Prompt tokens that were expected to be cached at the chosen pods, and those that were: expected or actual.",
+            ("model", "kind"),
+            registry=self._page,
+        )
         self._limited = Counter(
             "skiff_router_limited_requests",
             "Requests refused by a limit of their API key.",
@@ -186,6 +192,11 @@ class RouterMetrics:
                 self._tokens_of(key, model, kind).inc(tokens)
         if usage.estimated:
             self._estimated.labels(model).inc()
+
+    def record_prefix_hit(self, model: str, *, expected: int, actual: int) -> None:
+        """Count the cached tokens of an ended request's prompt: as they were expected when its pod was chosen, and as reported."""
+        self._prefix_tokens.labels(model, "expected").inc(expected)
+        self._prefix_tokens.labels(model, "actual").inc(actual)
 
     def record_limited(self, key: str, limit: str) -> None:
         """Count a request that a limit of its key refused."""

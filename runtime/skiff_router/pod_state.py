@@ -50,6 +50,10 @@ class Prompt:
         """Return the estimated number of tokens."""
         return int(self.text_bytes / self.bytes_per_token)
 
+    def count_cached_tokens(self, cached_blocks: int) -> int:
+        """Return the estimated number of tokens in ``cached_blocks`` of its first blocks."""
+        return int(cached_blocks * PROMPT_BLOCK_BYTES / self.bytes_per_token)
+
     def count_uncached_tokens(self, cached_blocks: int) -> int:
         """Return the estimated number of tokens to compute where ``cached_blocks`` of its first blocks are cached."""
         return int((self.text_bytes - cached_blocks * PROMPT_BLOCK_BYTES) / self.bytes_per_token)
@@ -133,10 +137,10 @@ class PodState:
             del expected[block]
             self.prompt_blocks.discard(block)
 
-    def record_prompt(self, now: float, prompt: Prompt) -> None:
-        """Record a request that is sent at ``now``, by its prompt."""
+    def record_prompt(self, now: float, prompt: Prompt) -> int:
+        """Record a request that is sent at ``now``, by its prompt. Return how many of its first blocks are cached here."""
         if self.load is None:
-            return  # no report would ever include it
+            return 0  # no report would ever include it
         cached = self.count_cached_blocks(prompt.blocks)
         self.record_request(now, prompt.count_uncached_tokens(cached))
         if len(self.prompt_blocks) < MAX_PROMPT_BLOCKS:
@@ -144,6 +148,7 @@ class PodState:
                 if block not in self.prompt_blocks:
                     self._expected[block] = now
                     self.prompt_blocks.add(block)
+        return cached
 
     def record_request(self, now: float, tokens: int) -> None:
         """Record a request that is sent at ``now`` and has ``tokens`` that are not cached at the pod."""

@@ -22,6 +22,7 @@ def test_documentation_has_type_and_labels_of_each_metric() -> None:
     metrics.record_scale_request("m", "asked")
     metrics.record_first_pod_request("m", 0.03)
     metrics.record_usage("team", "m", TokenUsage(3, 2, 1, estimated=True))
+    metrics.record_prefix_hit("m", expected=3, actual=2)
     metrics.record_limited("team", "concurrency")
     metrics.record_reload("--limits-file", success=True)
     page = metrics.page().decode()
