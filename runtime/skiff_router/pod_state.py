@@ -24,8 +24,11 @@ MAX_PROMPT_BLOCKS: Final = 1 << 17
 """Prompt blocks that are kept of one pod; those of 32 million tokens."""
 EXPECTED_SECONDS: Final = 10.0
 """Time after which a prompt that was sent, and is not reported as cached, is expected no longer."""
-REPORT_LAG_SECONDS: Final = 0.02
-"""Time in which a request reaches the pod's API process, and its next report this router."""
+REPORT_LAG_SECONDS: Final = 0.005
+"""Time in which a request reaches the pod's API process, and its next report this router.
+
+A request is counted twice from the first report that includes it until one that is this much younger than the request.
+"""
 _READY: Final = "ready"
 DEFAULT_BYTES_PER_TOKEN: Final = 4.0
 """Of a prompt's JSON text, until pods have counted."""
@@ -166,7 +169,10 @@ class PodState:
         self.token_seconds = load.prefill_token_seconds
         # Accepted by the pod's API process, and not by its scheduler when that last reported.
         arriving = max(0, load.requests - load.waiting - load.running)
-        tokens = load.queued_tokens + load.prefill_tokens + arriving * self._mean_tokens
+        arriving_tokens = load.arriving_tokens
+        if arriving_tokens is None:
+            arriving_tokens = arriving * self._mean_tokens
+        tokens = load.queued_tokens + load.prefill_tokens + arriving_tokens
         self.reported_tokens = tokens
         steps = tokens / max(1, load.max_step_tokens) + RUNNING_WEIGHT * load.running
         self.free_at = now + tokens * load.prefill_token_seconds + steps * load.step_seconds
