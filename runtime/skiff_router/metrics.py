@@ -13,6 +13,7 @@ from skiff_runtime import contract
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 FIRST_BYTE_BUCKETS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+FIRST_POD_BUCKETS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 
 MAX_CACHED_SERIES: Final = 4096
 
@@ -75,6 +76,13 @@ class RouterMetrics:
             ("model", "result"),
             registry=self._page,
         )
+        self._first_pod = Histogram(
+            "skiff_router_first_pod_request_seconds",
+            "Time from the arrival of the first waiting request until the API server accepted the request for a first pod.",
+            ("model",),
+            buckets=FIRST_POD_BUCKETS,
+            registry=self._page,
+        )
         self._endpoints = Gauge(
             "skiff_router_endpoints", "Pods by state.", ("model", "state"), registry=self._page
         )
@@ -95,6 +103,12 @@ class RouterMetrics:
             "skiff_router_estimated_usages",
             "Requests whose tokens were not reported and are estimated.",
             ("model",),
+            registry=self._page,
+        )
+        self._prefix_tokens = Counter(
+            "skiff_router_prefix_tokens",
+            "Prompt tokens that were expected to be cached at the chosen pods, and those that were: expected or actual.",
+            ("model", "kind"),
             registry=self._page,
         )
         self._limited = Counter(
@@ -159,6 +173,10 @@ class RouterMetrics:
         """Count a request for pods: asked, conflict or failed."""
         self._scale_requests.labels(model, result).inc()
 
+    def record_first_pod_request(self, model: str, seconds: float) -> None:
+        """Record the time from a request at zero pods until the API server accepted the request for the first one."""
+        self._first_pod.labels(model).observe(seconds)
+
     def record_rejection(self, status: int) -> None:
         """Count a request that was rejected before its model was known."""
         self.record_response("", status)
@@ -174,6 +192,11 @@ class RouterMetrics:
                 self._tokens_of(key, model, kind).inc(tokens)
         if usage.estimated:
             self._estimated.labels(model).inc()
+
+    def record_prefix_hit(self, model: str, *, expected: int, actual: int) -> None:
+        """Count the cached tokens of an ended request's prompt: as they were expected when its pod was chosen, and as reported."""
+        self._prefix_tokens.labels(model, "expected").inc(expected)
+        self._prefix_tokens.labels(model, "actual").inc(actual)
 
     def record_limited(self, key: str, limit: str) -> None:
         """Count a request that a limit of its key refused."""

@@ -24,8 +24,11 @@ MAX_PROMPT_BLOCKS: Final = 1 << 17
 """Prompt blocks that are kept of one pod; those of 32 million tokens."""
 EXPECTED_SECONDS: Final = 10.0
 """Time after which a prompt that was sent, and is not reported as cached, is expected no longer."""
-REPORT_LAG_SECONDS: Final = 0.02
-"""Time in which a request reaches the pod's API process, and its next report this router."""
+REPORT_LAG_SECONDS: Final = 0.005
+"""Time in which a request reaches the pod's API process, and its next report this router.
+
+A request is counted twice from the first report that includes it until one that is this much younger than the request.
+"""
 _READY: Final = "ready"
 DEFAULT_BYTES_PER_TOKEN: Final = 4.0
 """Of a prompt's JSON text, until pods have counted."""
@@ -49,6 +52,10 @@ class Prompt:
     def tokens(self) -> int:
         """Return the estimated number of tokens."""
         return int(self.text_bytes / self.bytes_per_token)
+
+    def count_cached_tokens(self, cached_blocks: int) -> int:
+        """Return the estimated number of tokens in ``cached_blocks`` of its first blocks."""
+        return int(cached_blocks * PROMPT_BLOCK_BYTES / self.bytes_per_token)
 
     def count_uncached_tokens(self, cached_blocks: int) -> int:
         """Return the estimated number of tokens to compute where ``cached_blocks`` of its first blocks are cached."""
@@ -133,10 +140,10 @@ class PodState:
             del expected[block]
             self.prompt_blocks.discard(block)
 
-    def record_prompt(self, now: float, prompt: Prompt) -> None:
-        """Record a request that is sent at ``now``, by its prompt."""
+    def record_prompt(self, now: float, prompt: Prompt) -> int:
+        """Record a request that is sent at ``now``, by its prompt. Return how many of its first blocks are cached here."""
         if self.load is None:
-            return  # no report would ever include it
+            return 0  # no report would ever include it
         cached = self.count_cached_blocks(prompt.blocks)
         self.record_request(now, prompt.count_uncached_tokens(cached))
         if len(self.prompt_blocks) < MAX_PROMPT_BLOCKS:
@@ -144,6 +151,7 @@ class PodState:
                 if block not in self.prompt_blocks:
                     self._expected[block] = now
                     self.prompt_blocks.add(block)
+        return cached
 
     def record_request(self, now: float, tokens: int) -> None:
         """Record a request that is sent at ``now`` and has ``tokens`` that are not cached at the pod."""
@@ -161,7 +169,10 @@ class PodState:
         self.token_seconds = load.prefill_token_seconds
         # Accepted by the pod's API process, and not by its scheduler when that last reported.
         arriving = max(0, load.requests - load.waiting - load.running)
-        tokens = load.queued_tokens + load.prefill_tokens + arriving * self._mean_tokens
+        arriving_tokens = load.arriving_tokens
+        if arriving_tokens is None:
+            arriving_tokens = arriving * self._mean_tokens
+        tokens = load.queued_tokens + load.prefill_tokens + arriving_tokens
         self.reported_tokens = tokens
         steps = tokens / max(1, load.max_step_tokens) + RUNNING_WEIGHT * load.running
         self.free_at = now + tokens * load.prefill_token_seconds + steps * load.step_seconds

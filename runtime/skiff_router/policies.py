@@ -18,7 +18,11 @@ NAMES: Final = (PREFIX, LEAST_LOAD, ROUND_ROBIN)
 FALLBACK_TOKEN_SECONDS: Final = 1e-4
 """Of one prompt token, until a pod has measured it."""
 NEAR_SECONDS: Final = 0.002
-"""Differences of expected seconds that are noise."""
+"""Differences of expected seconds that are noise where no pod has anything of the prompt."""
+NEAR_CACHED_SECONDS: Final = 0.0002
+"""The same where a pod has a part of it."""
+CACHED_BEHIND_TOKENS: Final = 256
+"""Tokens that are cached behind the longest known prefix, on average: a part of a block, and the answer to that prompt."""
 NEAR_LOAD: Final = 0.05
 """Differences in the number of requests, as a fraction of the mean, that are noise."""
 MAX_COMPARED: Final = 64
@@ -71,6 +75,8 @@ class PrefixAware:
     Expected seconds = the wait for what is queued there + the prefill of what is not cached there, both by the pod's own
     step times. So a prefix draws its requests to one pod until its queue costs more than the prefill elsewhere; then
     another pod computes it once, and has it, too. A new pod is empty, so it gets what is new.
+
+    Pods with the longest known prefix probably hold more than its blocks, so ``CACHED_BEHIND_TOKENS`` count as cached there.
     """
 
     reads_blocks = True
@@ -87,6 +93,8 @@ class PrefixAware:
         first = blocks[0] if blocks else None
         mean_rate = 0.0
         expected: list[float] = []
+        longest = 0
+        holders: list[tuple[int, float]] = []  # of the longest prefix: index, and seconds of a token
         for endpoint in endpoints:
             pod = endpoint.pod
             rate = pod.token_seconds
@@ -96,10 +104,21 @@ class PrefixAware:
                 continue
             left = tokens
             if first in pod.prompt_blocks:
-                left = prompt.count_uncached_tokens(pod.count_cached_blocks(blocks))
+                cached = pod.count_cached_blocks(blocks)
+                left = prompt.count_uncached_tokens(cached)
+                if cached >= longest:
+                    if cached > longest:
+                        longest, holders = cached, []
+                    holders.append((len(expected), rate))
             busy = pod.free_at - now
             expected.append((busy if busy > 0 else 0) + pod.unseen_seconds + left * rate)
-        limit = min(expected) + NEAR_SECONDS
+        limit = NEAR_SECONDS
+        if holders:
+            limit = NEAR_CACHED_SECONDS
+            behind = min(CACHED_BEHIND_TOKENS, prompt.count_uncached_tokens(longest))
+            for index, rate in holders:
+                expected[index] -= behind * rate
+        limit += min(expected)
         near = [endpoint for endpoint, seconds in zip(endpoints, expected, strict=True) if seconds <= limit]
         return near[int(self._random() * len(near))]
 

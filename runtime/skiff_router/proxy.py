@@ -207,6 +207,7 @@ class _RoutedRequest:
         self._wants_stream = False
         self._attempts = 0
         self._pod = ""
+        self._expected_cached: int | None = None  # tokens; None where the pod's cache is not known
 
     async def serve(self) -> None:
         """Route the request, and respond."""
@@ -318,7 +319,9 @@ class _RoutedRequest:
             if backend.canary is not None:
                 context.metrics.record_canary_choice(self._model, canary=endpoint.name in backend.canary.pods)
             tried[endpoint] = None
-            endpoint.pod.record_prompt(now, self._prompt)
+            cached = endpoint.pod.record_prompt(now, self._prompt)
+            is_known = context.policy.reads_blocks and endpoint.pod.load is not None
+            self._expected_cached = self._prompt.count_cached_tokens(cached) if is_known else None
             outcome = await self._try(endpoint)
             if not _is_retryable(outcome):
                 break
@@ -440,6 +443,9 @@ class _RoutedRequest:
         self._is_over = True
         self._context.metrics.record_response(self._model, status)
         usage = None if self._relay is None else self._relay.read_usage(self._meter.estimated_prompt)
+        if self._expected_cached is not None and usage is not None and usage.prompt and not usage.estimated:
+            expected = min(self._expected_cached, usage.prompt)
+            self._context.metrics.record_prefix_hit(self._model, expected=expected, actual=usage.cached)
         self._meter.end(status, usage, model=self._model, service=self._service)
         log.event(
             "request_finished",

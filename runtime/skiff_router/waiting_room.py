@@ -63,9 +63,13 @@ class Visitor:
 
 @dataclass(eq=False, slots=True)
 class _Queue:
-    """The requests that wait for one model, and what is done for them."""
+    """The requests that wait for one model, and what is done for them.
+
+    ``began_at``: arrival of the first one. ``has_first_pod``: a request for a first pod was accepted since.
+    """
 
     began_at: float
+    has_first_pod: bool = False
     visitors: dict[Visitor, None] = field(default_factory=dict)
     progress: str = WAITING
     progress_at: float = 0.0
@@ -225,8 +229,13 @@ class WaitingRoom:
         self, requester: ScaleRequester, backend: Backend, queue: _Queue, replicas: int
     ) -> None:
         result, pause = "asked", ASK_SECONDS
+        is_first = backend.scaling is not None and not backend.scaling.replicas and not queue.has_first_pod
         try:
             await requester.request(backend, replicas)
+            if is_first:
+                queue.has_first_pod = True
+                seconds = asyncio.get_running_loop().time() - queue.began_at
+                self._metrics.record_first_pod_request(backend.model, seconds)
             log.event("pods_requested", model=backend.model, service=backend.key, replicas=replicas)
         except (ApiError, UpstreamError, TimeoutError, OSError) as error:
             conflicts = isinstance(error, ApiError) and error.status == CONFLICT

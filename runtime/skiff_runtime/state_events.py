@@ -13,6 +13,12 @@ INCLUDE_KV_BLOCKS: Final = "kv_blocks"
 HEARTBEAT_SECONDS: Final = 0.075
 """Longest silence of a stream: without a change, a comment is sent."""
 HEARTBEAT: Final = b":\n\n"
+MIN_INTERVAL_SECONDS: Final = 0.05
+"""Shortest time between the reports of a pod's changes."""
+URGENT_INTERVAL_SECONDS: Final = 0.01
+"""The same for the arrival of a request that has much to compute."""
+URGENT_TOKENS: Final = 256
+"""Prompt tokens to compute from which on an arrival is urgent: those of a prompt block, which take as long as a step or two."""
 
 
 class PodLoad(Struct, frozen=True):
@@ -21,7 +27,8 @@ class PodLoad(Struct, frozen=True):
     ``requests``: accepted and not ended, of ``max_requests``; beyond them a request gets a 429. ``waiting`` and
     ``running`` are those that the scheduler knows, ``max_running`` bounds the second. ``queued_tokens``: prompt tokens of
     waiting requests that are not cached; ``prefill_tokens``: those of running requests that are not computed yet.
-    ``kv_cache_usage``: fraction that running requests occupy.
+    ``arriving_tokens``: estimate for accepted requests that the scheduler had not received when it counted; None from a pod
+    that makes no estimate. ``kv_cache_usage``: fraction that running requests occupy.
 
     A step takes ``step_seconds`` and ``prefill_token_seconds`` for each of the prompt tokens in it, at most
     ``max_step_tokens``; both are measured, and 0 before the first step. ``finish_seconds``: time between the ends of requests
@@ -41,6 +48,7 @@ class PodLoad(Struct, frozen=True):
     max_step_tokens: int = 0
     finish_seconds: float = 0.0
     bytes_per_token: float = 0.0
+    arriving_tokens: int | None = None
 
 
 class Snapshot(Struct, frozen=True, tag="snapshot"):

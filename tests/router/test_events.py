@@ -166,6 +166,16 @@ def test_requests_count_until_a_report_includes_them() -> None:
     assert (pod.requests, pod.unseen_tokens) == (0, 0)
 
 
+def test_estimate_of_what_arrives_replaces_the_mean() -> None:
+    pod = PodState()
+    pod.apply(replace(SNAPSHOT, load=PodLoad(max_requests=10)), 1.0)
+    pod.record_request(1.0, 100)
+    pod.apply(LoadChanged("ready", PodLoad(requests=1, max_requests=10)), 2.0)
+    assert 0 < pod.reported_tokens < 100, "a pod without estimates"
+    pod.apply(LoadChanged("ready", PodLoad(requests=1, max_requests=10, arriving_tokens=3000)), 2.0)
+    assert pod.reported_tokens == 3000
+
+
 @pytest.mark.parametrize("count", range(6))
 def test_cached_blocks_are_counted_from_the_beginning(count: int) -> None:
     pod, blocks = PodState(), [11, 12, 13, 14, 15]

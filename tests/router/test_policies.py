@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from fake_pod import SNAPSHOT, PodRequest, json_response, pods
+from fake_pod import SNAPSHOT, STREAM_HEAD, PodRequest, chunk, event, json_response, pods
 from msgspec.structs import replace
 from routers import make_config, router, until
 
@@ -149,5 +149,49 @@ def test_request_reaches_the_pod_that_reports_its_blocks(isolated: bool) -> None
                 for _ in range(6):
                     await running.post("/v1/chat/completions", body, headers=headers)
                 assert [len(pod.requests) for pod in started] == [0, 6, 0]
+
+    asyncio.run(asyncio.wait_for(test(), 30))
+
+
+def test_expected_and_actual_cached_tokens_are_counted_where_both_are_known() -> None:
+    """Not for a pod without events, nor for a response whose tokens are estimated."""
+    body: dict[str, Any] = {"model": "a", "messages": [{"role": "user", "content": "the same words " * 400}]}
+    hashed = hash_body(json.dumps(body).encode(), b"")
+    assert hashed is not None
+    counts = b"\r\nx-skiff-usage: prompt=1500, cached=700, completion=3\r\n\r\n"
+
+    async def counted(request: PodRequest, writer: asyncio.StreamWriter) -> None:
+        writer.write(json_response(b"{}").replace(b"\r\n\r\n", counts))
+
+    async def uncounted(request: PodRequest, writer: asyncio.StreamWriter) -> None:
+        if request.body and json.loads(request.body)["model"] == "b":
+            writer.write(json_response(b"{}").replace(b"\r\n\r\n", counts))
+            return
+        writer.write(STREAM_HEAD + event("one") + chunk(b""))
+
+    async def test() -> None:
+        async with pods(counted, uncounted, uncounted) as (known, estimated, silent):
+            for pod, model in ((known, "a"), (estimated, "c")):
+                pod.reports = True
+                blocks = hashed.names()[:3]
+                pod.snapshot = replace(SNAPSHOT, model=model, load=IDLE, prompt_blocks=blocks)
+            backends = {"a": (known.address,), "b": (silent.address,), "c": (estimated.address,)}
+            async with router(make_config(backends, policy="prefix")) as running:
+
+                async def followed() -> bool:
+                    loads = [each.endpoints[0].pod.load for each in running.server._registry.backends]
+                    return loads.count(None) == 1
+
+                await until(followed)
+                for model in "abc":
+                    assert (
+                        await running.post("/v1/chat/completions", {**body, "model": model})
+                    ).status_code == 200
+                metrics = await running.metrics()
+                found = {name: value for name, value in metrics.items() if "prefix_tokens_total" in name}
+                assert found == {
+                    'skiff_router_prefix_tokens_total{kind="expected",model="a"}': 3 * 256,
+                    'skiff_router_prefix_tokens_total{kind="actual",model="a"}': 700,
+                }
 
     asyncio.run(asyncio.wait_for(test(), 30))

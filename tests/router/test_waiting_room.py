@@ -104,6 +104,7 @@ def test_requests_at_zero_ask_for_a_pod_and_are_handed_over_in_order() -> None:
             metrics = await running.metrics()
             assert metrics['skiff_router_waits_total{model="m",outcome="released"}'] == 10
             assert metrics['skiff_router_scale_requests_total{model="m",result="asked"}'] == 2
+            assert metrics['skiff_router_first_pod_request_seconds_count{model="m"}'] == 1
             later = await asyncio.gather(*(post(running, number) for number in range(20)))
             assert {reply.status_code for reply in later} == {200}
             assert (await running.metrics())['skiff_router_waits_total{model="m",outcome="released"}'] == 10
@@ -293,6 +294,7 @@ def test_version_that_has_changed_is_no_obstacle_and_a_refusal_no_end() -> None:
                 return metrics.get('skiff_router_scale_requests_total{model="m",result="conflict"}', 0) >= 2
 
             await until(conflicts)
+            assert 'skiff_router_first_pod_request_seconds_count{model="m"}' not in await running.metrics()
             api.refusal = 0
 
             async def is_asked() -> bool:
@@ -307,6 +309,11 @@ def test_version_that_has_changed_is_no_obstacle_and_a_refusal_no_end() -> None:
                 return api.scaled == [1, 1]
 
             await until(is_asked_again)
+            metrics = await running.metrics()
+            assert metrics['skiff_router_first_pod_request_seconds_count{model="m"}'] == 1
+            assert metrics['skiff_router_first_pod_request_seconds_sum{model="m"}'] > 0.05, (
+                "with the conflicts"
+            )
             api.refusal = 403
             api.put_service("m", replicas=0, autoscaling=AUTOSCALING)
 

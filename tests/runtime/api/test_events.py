@@ -174,6 +174,41 @@ def test_prompts_are_hashed_while_a_router_wants_to_know(front: Frontend) -> Non
     assert blocks[1] == hash_body(body, derive_cache_namespace(b"", "s"))
 
 
+def test_arrival_is_reported_with_what_is_not_cached_of_it(front: Frontend) -> None:
+    """Before the scheduler has counted it; each part of a prompt once, and nothing after the next step."""
+    body = {"model": NAME, "prompt": "boat " * 220, "max_tokens": 1}
+    hashed = hash_body(json.dumps(body).encode(), b"")
+    assert hashed is not None and len(hashed.names()) == 1
+    whole, rest = hashed.text_bytes // 4, (hashed.text_bytes - 1024) // 4
+
+    def send() -> httpx.Response:
+        return httpx.post(front.url + "/v1/completions", content=json.dumps(body), timeout=30)
+
+    with ThreadPoolExecutor(3) as pool, following(front.url, "prompt_blocks") as events:
+
+        def reports(tokens: int) -> None:
+            events.until(
+                lambda event: isinstance(event, LoadChanged) and event.load.arriving_tokens == tokens
+            )
+
+        events.next()
+        assert isinstance(front.rank.receive(), WatchCache)
+        answers, requests = [pool.submit(send)], [front.rank.request()]
+        reports(whole)
+        answers.append(pool.submit(send))
+        requests.append(front.rank.request())
+        reports(whole + rest)
+        front.rank.step([], cache_events=cache_events(hashed.names(), []))
+        reports(0)
+        answers.append(pool.submit(send))
+        requests.append(front.rank.request())
+        reports(rest)
+        for request in requests:
+            front.rank.start(request)
+            front.rank.finish(request.uid, FinishReason.LENGTH)
+        assert [answer.result().status_code for answer in answers] == [200, 200, 200]
+
+
 def test_subscribers_are_bounded_and_unknown_content_is_refused(front: Frontend) -> None:
     refused = front.get("/events?include=weights")
     assert refused.status_code == 400 and "prompt_blocks or kv_blocks" in refused.json()["error"]["message"]

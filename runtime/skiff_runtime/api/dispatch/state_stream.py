@@ -1,6 +1,7 @@
 """The streams of ``GET /events``: what routers know of this pod, sent when it changes.
 
-Changes are gathered for ``MIN_INTERVAL_SECONDS`` and encoded once for all subscribers. Without a subscriber, a step costs
+Changes are gathered for ``MIN_INTERVAL_SECONDS`` and encoded once for all subscribers. A request that arrives with much to
+compute is reported sooner, because routers that do not know of it yet would send others behind it. Without a subscriber, a step costs
 a few additions, and the scheduler records nothing. A subscriber that reads too slowly is disconnected; it comes back to a
 snapshot.
 """
@@ -8,9 +9,11 @@ snapshot.
 import asyncio
 import time
 import uuid
+from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -23,11 +26,14 @@ from skiff_runtime.config import Config
 from skiff_runtime.errors import Unavailable
 from skiff_runtime.messages import CacheEvents, KVBlocksStored, StepStats, StreamOpened, TextBatch, WatchCache
 from skiff_runtime.messages.transport import Sender
-from skiff_runtime.prompt_blocks import HASH_DTYPE
+from skiff_runtime.prompt_blocks import HASH_DTYPE, PROMPT_BLOCK_BYTES, PromptBlocks
 from skiff_runtime.sse import encode_json
 from skiff_runtime.state_events import (
     HEARTBEAT,
     HEARTBEAT_SECONDS,
+    MIN_INTERVAL_SECONDS,
+    URGENT_INTERVAL_SECONDS,
+    URGENT_TOKENS,
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
@@ -40,10 +46,12 @@ from skiff_runtime.state_events import (
 )
 
 MAX_SUBSCRIBERS: Final = 16
-MIN_INTERVAL_SECONDS: Final = 0.05
 KEEP_WATCHING_SECONDS: Final = 60.0
 """Time for which the cache is watched on behalf of a subscriber that has left: a router that restarts finds its snapshot."""
+ARRIVING_SECONDS: Final = 1.0
+"""Longest time for which an accepted request counts as arriving: it may have failed before the scheduler received it."""
 _AVERAGE_WEIGHT: Final = 0.05
+_DEFAULT_BYTES_PER_TOKEN: Final = 4.0
 
 KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
@@ -139,6 +147,14 @@ class CacheMirror:
         return KVBlocksChanged(time.time(), events)
 
 
+class _Arriving(NamedTuple):
+    """An accepted request that the scheduler may not have received. ``tokens``, ``blocks``: those that are not cached."""
+
+    accepted_at: float
+    tokens: int
+    blocks: list[int]
+
+
 class StateStream:
     """All subscribers, and what they are sent."""
 
@@ -172,6 +188,9 @@ class StateStream:
         self._watched = WatchCache(prompts=False, blocks=False)
         self._unwatch: asyncio.TimerHandle | None = None
         self._bytes_per_token = 0.0
+        self._arriving: deque[_Arriving] = deque()
+        self._arriving_tokens = 0
+        self._arriving_blocks: set[int] = set()
         self._watch()
 
     @property
@@ -215,6 +234,19 @@ class StateStream:
             subscriber.writer.body(b"", more=False)
         self._subscribers.clear()
 
+    def record_accepted(self, blocks: PromptBlocks) -> None:
+        """Take a request into account that was accepted now and that the scheduler has not received, by its prompt's blocks."""
+        names, cached, arriving = blocks.names(), self._mirror.prompts, self._arriving_blocks
+        # A block is only cached with all those before it, and a request finds what another one before it computes.
+        known = bisect_left(names, True, key=lambda name: name not in cached and name not in arriving)
+        left_bytes = blocks.text_bytes - known * PROMPT_BLOCK_BYTES
+        tokens = int(left_bytes / (self._bytes_per_token or _DEFAULT_BYTES_PER_TOKEN))
+        self._arriving.append(_Arriving(asyncio.get_running_loop().time(), tokens, names[known:]))
+        self._arriving_tokens += tokens
+        arriving.update(names[known:])
+        if self._subscribers:
+            self.flush_soon(URGENT_INTERVAL_SECONDS if tokens >= URGENT_TOKENS else MIN_INTERVAL_SECONDS)
+
     def record_opened(self, opened: Sequence[StreamOpened]) -> None:
         """Learn how many tokens prompts have, from requests that run for the first time and have not ended."""
         for each in opened:
@@ -226,6 +258,8 @@ class StateStream:
     def record_batch(self, batch: TextBatch) -> None:
         """Take the results of a step into account."""
         stats = self._stats = batch.stats
+        # The scheduler has received what was accepted before the step began.
+        self._drop_arriving(asyncio.get_running_loop().time() - stats.step_seconds)
         self._steps.record(stats)
         if batch.usages:
             finished = len(batch.usages)
@@ -239,10 +273,17 @@ class StateStream:
         else:
             self._mirror.drop_changes()
 
-    def flush_soon(self) -> None:
-        """Send what has changed, at the latest ``MIN_INTERVAL_SECONDS`` after the events before it."""
+    def _drop_arriving(self, before: float) -> None:
+        """Count the requests no longer as arriving that were accepted before a time of the loop's clock."""
+        while self._arriving and self._arriving[0].accepted_at < before:
+            first = self._arriving.popleft()
+            self._arriving_tokens -= first.tokens
+            self._arriving_blocks.difference_update(first.blocks)
+
+    def flush_soon(self, interval: float = MIN_INTERVAL_SECONDS) -> None:
+        """Send what has changed, at the latest ``interval`` seconds after the events before it."""
         loop = asyncio.get_running_loop()
-        wait = self._flushed_at + MIN_INTERVAL_SECONDS - loop.time()
+        wait = self._flushed_at + interval - loop.time()
         if wait <= 0:
             self.flush_now()
         elif self._timer is not None and self._timer.when() > loop.time() + wait:
@@ -283,6 +324,7 @@ class StateStream:
         stats, steps, config = self._stats, self._steps, self._config
         used = stats.pages_total - stats.pages_free - stats.pages_cached
         requests = self._in_flight()
+        self._drop_arriving(asyncio.get_running_loop().time() - ARRIVING_SECONDS)
         return LoadChanged(
             self._status.state,
             PodLoad(
@@ -299,6 +341,7 @@ class StateStream:
                 max_step_tokens=config.max_num_batched_tokens,
                 finish_seconds=round(steps.finish_seconds, 4),
                 bytes_per_token=round(self._bytes_per_token, 3),
+                arriving_tokens=self._arriving_tokens,
             ),
         )
 

@@ -123,6 +123,7 @@ class GenerationEndpoint:
             namespace = derive_cache_namespace(
                 principal.key if settings.isolate_keys else b"", spec.cache_salt
             )
+            blocks = hash_body(raw, namespace) if self._events.watches_prompts else None
             request = self._dispatcher.submit(
                 spec,
                 make_choice_writers(
@@ -139,9 +140,11 @@ class GenerationEndpoint:
                     trace=get_trace_context(scope["headers"]) if settings.traced else None,
                     key=principal.key,
                     cache_salt=namespace,
-                    prompt_blocks=hash_body(raw, namespace) if self._events.watches_prompts else None,
+                    prompt_blocks=blocks,
                 ),
             )
+            if blocks is not None:
+                self._events.record_accepted(blocks)
         except ClientDisconnected:
             return
         except RequestError as error:

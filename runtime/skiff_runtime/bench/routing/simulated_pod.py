@@ -85,6 +85,10 @@ class SimulatedPod:
         """Return the number of requests that have not ended."""
         return len(self._waiting) + len(self._prefilling) + len(self._finishes)
 
+    def count_uncached(self, request: SimulatedRequest) -> int:
+        """Return the prompt tokens of a request that are not cached here."""
+        return len(request.prompt) - self.cache.count_cached_pages(request.prompt[:-1]) * PAGE_SIZE
+
     def submit(self, request: SimulatedRequest, now: float) -> None:
         """Accept a request. It is planned with the next step; a run of decode steps ends after the one at hand."""
         self._waiting.append(request)
@@ -135,7 +139,7 @@ class SimulatedPod:
             waiting=len(self._waiting),
             running=len(self._prefilling) + len(self._finishes),
             max_running=self._max_running,
-            queued_tokens=sum(self._count_uncached(each) for each in self._waiting),
+            queued_tokens=sum(self.count_uncached(each) for each in self._waiting),
             prefill_tokens=self._count_prefill_tokens() + self._count_chunks(),
             kv_cache_usage=used / pool.total_pages,
             step_seconds=model.step_seconds,
@@ -165,10 +169,8 @@ class SimulatedPod:
         step = self._step
         left = self._count_prefill_tokens()
         for each in self._waiting:
-            cached = self.cache.count_cached_pages(each.prompt[:-1]) * PAGE_SIZE
-            left += len(each.prompt) - cached
-        own = len(request.prompt) - self.cache.count_cached_pages(request.prompt[:-1]) * PAGE_SIZE
-        tokens = left + own
+            left += self.count_uncached(each)
+        tokens = left + self.count_uncached(request)
         seconds = 0.0 if step is None else self._remaining(step, now)
         steps = -(-tokens // max(1, self._max_step_tokens - rows))
         seconds += steps * times.mixed(rows, self._kv_tokens, 0, 0) + times.prompt_token * tokens
@@ -184,9 +186,6 @@ class SimulatedPod:
 
     def _count_prefill_tokens(self) -> int:
         return sum(len(each.request.prompt) - each.computed for each in self._prefilling)
-
-    def _count_uncached(self, request: SimulatedRequest) -> int:
-        return len(request.prompt) - self.cache.count_cached_pages(request.prompt[:-1]) * PAGE_SIZE
 
     def _count_chunks(self) -> int:
         """Return the prompt tokens of the step at hand."""

@@ -23,10 +23,15 @@ from skiff_runtime.bench.routing.baselines import (
 )
 from skiff_runtime.bench.routing.sessions import BYTES_PER_TOKEN, WORKLOADS, Session, SimulatedRequest
 from skiff_runtime.bench.routing.simulated_pod import PAGE_SIZE, SimulatedPod
-from skiff_runtime.state_events import LoadChanged, Snapshot
+from skiff_runtime.state_events import (
+    MIN_INTERVAL_SECONDS,
+    URGENT_INTERVAL_SECONDS,
+    URGENT_TOKENS,
+    LoadChanged,
+    Snapshot,
+)
 
 NETWORK_SECONDS: Final = 0.001
-REPORT_SECONDS: Final = 0.05
 WARM_UP_FRACTION: Final = 0.25
 """Of the arrivals, at the beginning, whose times are not counted: caches are empty at first."""
 POLICIES: Final = (
@@ -106,7 +111,7 @@ class Cluster:
         ]
         self._wake_ups = [float("inf")] * spec.pods
         self._reported_at = [-1.0] * spec.pods
-        self._will_report = [False] * spec.pods
+        self._report_due = [float("inf")] * spec.pods
         self._outcome = Outcome()
         self._where: dict[SimulatedRequest, tuple[int, Endpoint]] = {}
         self._sent = 0
@@ -174,8 +179,10 @@ class Cluster:
         self._at(self._now + NETWORK_SECONDS, self._submit, index, request)
 
     def _submit(self, index: int, request: SimulatedRequest) -> None:
-        self._pods[index].submit(request, self._now)
-        self._changed(index)
+        pod = self._pods[index]
+        is_urgent = pod.count_uncached(request) >= URGENT_TOKENS
+        pod.submit(request, self._now)
+        self._changed(index, is_urgent=is_urgent)
 
     def _end_step(self, index: int, moment: float) -> None:
         if self._wake_ups[index] != moment:
@@ -198,19 +205,22 @@ class Cluster:
         if self._now <= self._spec.seconds:
             outcome.output_tokens += len(request.output)
 
-    def _changed(self, index: int) -> None:
+    def _changed(self, index: int, *, is_urgent: bool = False) -> None:
         """Schedule the end of a pod's step, and the next report about it."""
         moment = self._pods[index].step_ends_at
         if moment is not None and moment != self._wake_ups[index]:
             self._wake_ups[index] = moment
             self._at(moment, self._end_step, index, moment)
-        if not self._will_report[index]:
-            self._will_report[index] = True
-            due = max(self._now, self._reported_at[index] + REPORT_SECONDS)
-            self._at(due + NETWORK_SECONDS, self._report, index)
+        interval = URGENT_INTERVAL_SECONDS if is_urgent else MIN_INTERVAL_SECONDS
+        due = max(self._now, self._reported_at[index] + interval) + NETWORK_SECONDS
+        if due < self._report_due[index]:
+            self._report_due[index] = due
+            self._at(due, self._report, index, due)
 
-    def _report(self, index: int) -> None:
-        self._will_report[index] = False
+    def _report(self, index: int, due: float) -> None:
+        if self._report_due[index] != due:
+            return  # an urgent report came before
+        self._report_due[index] = float("inf")
         self._reported_at[index] = self._now
         pod = self._pods[index]
         load, prompts = LoadChanged("ready", pod.read_load()), pod.take_prompt_events()
