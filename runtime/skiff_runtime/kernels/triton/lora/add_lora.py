@@ -1,24 +1,18 @@
 """LoRA's two products, A x (shrink) and B (A x) (expand), of many adapters, in one launch.
 
-The problem: both products read few bytes, so a launch for each costs more than the work (vLLM: Punica's ``lora_shrink``
-and ``lora_expand``). The second needs the whole first one, of which every program would have to read all of A.
-
-The idea: the programs, no more than run at a time, compute parts of A x, pass them on through memory as soon as they are
-there, and then take outputs of B. A part is an LL word (NCCL's low-latency protocol), as in ``all_reduce.peer_memory``:
-an aligned 64-bit word holds a float32 and the mark of this launch. One access moves both, so a word whose mark is right
-holds this launch's number: there is no fence, no flag and no counter, and nothing is cleared. Programs first compute all
-their parts and wait only then, so none waits for a program that waits.
+The problem: both products read few bytes, so a launch for each costs more than the work (Punica and vLLM:
+``lora_shrink`` and ``lora_expand``). The second needs the whole first one, for which every program would have to read all
+of A. The idea: the programs, no more than run at a time, first compute parts of A x, pass them on as LL words
+(``ll_words``), and then take outputs of B, for which they wait. None of them waits for a program that waits.
 
     shrink item     (row block, part, chunk of inputs): ROWS x RANK partial sums of A x
     expand item     (row block, tile of one part's outputs): the sum of all chunks, times B, added to the output
 
 Invariant: a token's sums are taken in the order of chunks and of ranks, whichever program computes them, so a step gives
-the same bits each time. Marks: the epoch of the step and the layer's call id, so no two launches have the same one while
-a word may hold it; the epochs begin again after 2^22 steps, with cleared words (``group_tokens_kernel``). Words hold
-nothing else.
+the same bits each time.
 
 Cost: A and B are read once by each row block, and 8 bytes pass for each partial sum. Behind a base product that reads
-the same x, A x is computed while the product's last programs run (EARLY), and its launch is hidden, too.
+the same x, A x is computed while the product's last programs run (EARLY).
 """
 
 from typing import Any, Final
@@ -29,6 +23,7 @@ import triton.language as tl
 
 from skiff_runtime.kernels.lora import LoraMapping, LoraWeights
 from skiff_runtime.kernels.triton.lora.group_tokens import choose_tile, step_sizes
+from skiff_runtime.kernels.triton.lora.ll_words import make_mark, receive_words, store_words
 from skiff_runtime.kernels.triton.moe.moe_align_block_size import max_row_blocks
 from skiff_runtime.kernels.triton.runtime.cached_launch import launch
 from skiff_runtime.kernels.triton.runtime.dependent_launch import (
@@ -52,10 +47,9 @@ MAX_PARTIAL_SUMS: Final = 512
 WARPS_OF_SM: Final = 16
 """Warps of all programs that run on a multiprocessor at a time: each thread then has 128 registers."""
 MAX_REGISTERS: Final = 128
-CALLS = tl.constexpr(1024)
 
 
-@triton.jit(do_not_specialize=["tokens", "x_stride", "out_stride"])
+@triton.jit(do_not_specialize=["tokens"])
 def add_lora_kernel(
     out: tl.tensor,
     x: tl.tensor,
@@ -124,7 +118,7 @@ def add_lora_kernel(
     launch_dependents(PDL)
     program, programs = tl.program_id(0), tl.num_programs(0)
     used = tl.load(num_blocks, cache_modifier=".cg")
-    mark = tl.load(epoch, cache_modifier=".cg") * CALLS + tl.load(call_id)
+    mark = make_mark(epoch, call_id)
     shrink_items, expand_items = used * (PARTS * CHUNKS), used * TILES
     # Expand items go to the programs behind the last shrink item: with few blocks to programs that have nothing else.
     expand_program = (program + programs - shrink_items % programs) % programs
@@ -303,7 +297,9 @@ def _expand(
         output = first + tl.arange(0, OUTPUTS_BLOCK)
         is_output = output < end
         rows = b + (slot.to(tl.int64) * OUTPUTS + output)[:, None] * MAX_RANK + r
-        weights = tl.load(rows, is_output[:, None] & (r < rank), 0.0)
+        # In whole vectors of 16 bytes; what is read behind the rank is multiplied by 0.
+        is_read = r < MAX_RANK if MAX_RANK < 32 else r < (rank + 15) // 16 * 16
+        weights = tl.load(rows, is_output[:, None] & is_read, 0.0)
         target = out + token.to(tl.int64)[:, None] * out_stride + output[None, :]
         inside = is_token & is_output[None, :]
         base = tl.load(target, inside, 0.0)
@@ -383,77 +379,6 @@ def _prefetch_b(
     number = first * MAX_RANK + tl.arange(0, triton.next_power_of_2(LINES)) * LINE
     number = tl.minimum(number, end * MAX_RANK - 1)
     prefetch(b + slot.to(tl.int64) * (OUTPUTS * MAX_RANK) + number, PDL)
-
-
-@triton.jit
-def store_words(
-    words: tl.tensor,
-    index: tl.tensor,
-    value: tl.tensor,
-    mark: tl.tensor,
-    active: tl.tensor,
-    PTX: tl.constexpr,
-) -> None:
-    """Store float32 values with their mark, as LL words, at each active index."""
-    if PTX:
-        tl.inline_asm_elementwise(
-            """{
-            .reg .pred active;
-            .reg .b64 address, word;
-            setp.ne.b32 active, $5, 0;
-            mad.wide.s32 address, $2, 8, $1;
-            mov.b64 word, {$3, $4};
-            @active st.relaxed.gpu.global.b64 [address], word;
-            mov.b32 $0, 0;
-            }""",
-            "=r,l,r,r,r,r,~{memory}",
-            [words, index, value.to(tl.int32, bitcast=True), mark, active.to(tl.int32)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-    else:
-        low = value.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
-        tl.store(words + index, low | (mark.to(tl.int64) << 32), active)
-
-
-@triton.jit
-def receive_words(
-    words: tl.tensor, index: tl.tensor, mark: tl.tensor, active: tl.tensor, PTX: tl.constexpr
-) -> tl.tensor:
-    """Wait until all active words have the mark; return their values, float32, and 0 where one is not active."""
-    value, stale = _load_words(words, index, mark, active, PTX)
-    while tl.max(stale, None) != 0:
-        value, stale = _load_words(words, index, mark, active, PTX)
-    return value
-
-
-@triton.jit
-def _load_words(
-    words: tl.tensor, index: tl.tensor, mark: tl.tensor, active: tl.tensor, PTX: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor]:
-    """Load LL words once: (values, int32 that is 1 where an active word has another mark)."""
-    if PTX:
-        bits, found = tl.inline_asm_elementwise(
-            """{
-            .reg .pred active;
-            .reg .b64 address, word;
-            setp.ne.b32 active, $5, 0;
-            mad.wide.s32 address, $3, 8, $2;
-            mov.b64 word, {0, $4};
-            @active ld.relaxed.gpu.global.b64 word, [address];
-            mov.b64 {$0, $1}, word;
-            }""",
-            "=r,=r,l,r,r,r,~{memory}",
-            [words, index, mark, active.to(tl.int32)],
-            dtype=(tl.int32, tl.int32),
-            is_pure=False,
-            pack=1,
-        )
-    else:
-        word = tl.load(words + index, active, mark.to(tl.int64) << 32)
-        bits, found = word.to(tl.int32), (word >> 32).to(tl.int32)
-    return bits.to(tl.float32, bitcast=True), (found != mark).to(tl.int32)
 
 
 def count_words(max_tokens: int, max_loras: int, max_rank: int, device: torch.device) -> int:
