@@ -227,11 +227,9 @@ def test_router_learns_of_adapters_and_their_blocks(front: Frontend, directory: 
         ]
         assert blocks.events == expected
         with following(front.url, "kv_blocks") as late:
-            snapshot, blocks = late.next(), late.next()
-            assert isinstance(snapshot, Snapshot) and snapshot.adapters == PodAdapters(
-                ["start", "sql"], ["sql"]
-            )
-            assert isinstance(blocks, KVBlocksChanged) and blocks.events[1:] == expected
+            again, whole = late.next(), late.next()
+            assert isinstance(again, Snapshot) and again.adapters == PodAdapters(["start", "sql"], ["sql"])
+            assert isinstance(whole, KVBlocksChanged) and whole.events[1:] == expected
 
 
 def test_prompt_blocks_of_an_adapter_have_names_of_their_own(model: Path, directory: Path) -> None:
