@@ -20,6 +20,7 @@ from typing import Final
 
 from skiff_runtime.errors import ModelNotFound
 from skiff_runtime.kvcache.namespace import CacheNamespace
+from skiff_runtime.kvcache.page_pool import PagePool
 from skiff_runtime.messages import (
     AdapterLoaded,
     AdapterRead,
@@ -72,6 +73,7 @@ class Adapters:
         host_limit: int,
         max_overtaken: int,
         queue: RequestQueue,
+        pool: PagePool,
         replies: TokenBatchBuilder,
         store: AdapterStore | None,
     ) -> None:
@@ -80,6 +82,7 @@ class Adapters:
         self._host_limit = host_limit
         self._max_overtaken = max_overtaken
         self._queue = queue
+        self._pool = pool
         self._replies = replies
         self._store = store
         self._adapters: dict[int, Adapter] = {}
@@ -245,9 +248,10 @@ class Adapters:
             or self._queue.wants(adapter_id)
         ):
             return
-        self._slots.vacate(adapter.adapter_id)
+        self._slots.vacate(adapter_id)
+        self._pool.discard(CacheNamespace.adapter_prefix(adapter_id))  # no later request can match them
         self._drop_copy(adapter)
-        del self._adapters[adapter.adapter_id]
+        del self._adapters[adapter_id]
 
     def _drop_copy(self, adapter: Adapter) -> None:
         if adapter.copy is HostCopy.PRESENT:

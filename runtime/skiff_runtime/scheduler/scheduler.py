@@ -103,6 +103,7 @@ class Scheduler:
             host_limit=config.max_cpu_loras or config.max_loras,
             max_overtaken=OVERTAKING_BATCHES * config.running_limit,
             queue=queue,
+            pool=pool,
             replies=replies,
             store=adapter_store,
         )
