@@ -48,7 +48,7 @@ def locate_start_adapters(config: Config) -> tuple[StartAdapter, ...]:
                 f"--lora {each.name}: this is the name of the model; give the adapter another one"
             )
         try:
-            path = locate_adapter(each.uri, config.download_dir)
+            path = locate_adapter(each.uri, config.adapters_dir)
         except (ConfigError, FetchError) as error:
             log.error("adapter_left_out", adapter=each.name, uri=each.uri, reason=str(error))
         else:

@@ -142,7 +142,7 @@ class AdapterManager:
     async def _locate(self, uri: str) -> str:
         """Return the directory of an adapter, which may be downloaded on a thread."""
         try:
-            return str(await asyncio.to_thread(locate_adapter, uri, self._config.download_dir))
+            return str(await asyncio.to_thread(locate_adapter, uri, self._config.adapters_dir))
         except ConfigError as error:
             raise ModelNotFound(str(error), param="lora_path", code="adapter_not_found") from None
         except FetchError as error:
