@@ -26,8 +26,8 @@ class CacheNamespace(NamedTuple):
         if not self.adapter_id:
             return self.client_salt
         name = self.adapter_name.encode()
-        number, length = self.adapter_id.to_bytes(_ID_BYTES), len(name).to_bytes(_LENGTH_BYTES)
-        return _MARK + number + length + name + self.client_salt
+        length = len(name).to_bytes(_LENGTH_BYTES)
+        return self.adapter_prefix(self.adapter_id) + length + name + self.client_salt
 
     @staticmethod
     def decode(salt: bytes) -> "CacheNamespace":
@@ -41,6 +41,11 @@ class CacheNamespace(NamedTuple):
             adapter_id=int.from_bytes(salt[len(_MARK) : number_end]),
             adapter_name=salt[_HEAD_BYTES:name_end].decode(),
         )
+
+    @staticmethod
+    def adapter_prefix(adapter_id: int) -> bytes:
+        """Return the beginning that the salts of an adapter's namespaces have, and no others."""
+        return _MARK + adapter_id.to_bytes(_ID_BYTES)
 
     def hash_salt(self) -> bytes:
         """Return the salt of the names of KV blocks, which are equal on all pods that serve an adapter of the same name."""

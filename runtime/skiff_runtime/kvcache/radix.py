@@ -203,9 +203,18 @@ class RadixCache(PrefixCache):
         while node.parent is not self._root:
             assert node.parent is not None
             node = node.parent
+        return self._remove_unlocked([node])
+
+    def discard(self, salt_prefix: bytes) -> Int32:
+        first_page = self.page_size * np.dtype(np.int32).itemsize
+        return self._remove_unlocked(
+            [node for key, node in self._root.children.items() if key[:-first_page].startswith(salt_prefix)]
+        )
+
+    def _remove_unlocked(self, stack: list[RadixNode]) -> Int32:
+        """Remove the unlocked nodes among these and their descendants; return their pages."""
         # A locked node keeps its ancestors locked, so an unlocked one can go with all that is below it.
         runs: list[Int32] = []
-        stack = [node]
         while stack:
             node = stack.pop()
             if node.locks:

@@ -13,13 +13,14 @@ further one does until it has started. Slots are then freed as running requests 
 the base model need no slot and never wait here.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Final
 
 from skiff_runtime.errors import ModelNotFound
 from skiff_runtime.kvcache.namespace import CacheNamespace
+from skiff_runtime.kvcache.page_pool import PagePool
 from skiff_runtime.messages import (
     AdapterLoaded,
     AdapterRead,
@@ -72,6 +73,7 @@ class Adapters:
         host_limit: int,
         max_overtaken: int,
         queue: RequestQueue,
+        pool: PagePool,
         replies: TokenBatchBuilder,
         store: AdapterStore | None,
     ) -> None:
@@ -80,6 +82,7 @@ class Adapters:
         self._host_limit = host_limit
         self._max_overtaken = max_overtaken
         self._queue = queue
+        self._pool = pool
         self._replies = replies
         self._store = store
         self._adapters: dict[int, Adapter] = {}
@@ -93,9 +96,16 @@ class Adapters:
         self.num_reads = 0
         """Reads into host memory that have succeeded since the start."""
 
-    def preload(self, adapters: Sequence[LoadAdapter]) -> None:
-        """Add the adapters of ``--lora``, which the store has read: it holds as many of them as fit into host memory."""
+    def preload(self, adapters: Sequence[LoadAdapter], faults: Mapping[int, str]) -> None:
+        """Add the adapters of ``--lora``, which the store has read: it holds as many of them as fit into host memory.
+
+        Those with ``faults`` are refused.
+        """
         for each in adapters:
+            if each.adapter_id in faults:
+                reply = AdapterRefused(each.uid, each.adapter_id, faults[each.adapter_id])
+                self._replies.add_adapter(reply)
+                continue
             adapter = Adapter(each.adapter_id, each.name, each.path)
             if self._num_copies < self._host_limit:
                 adapter.copy = HostCopy.PRESENT
@@ -238,9 +248,10 @@ class Adapters:
             or self._queue.wants(adapter_id)
         ):
             return
-        self._slots.vacate(adapter.adapter_id)
+        self._slots.vacate(adapter_id)
+        self._pool.discard(CacheNamespace.adapter_prefix(adapter_id))  # no later request can match them
         self._drop_copy(adapter)
-        del self._adapters[adapter.adapter_id]
+        del self._adapters[adapter_id]
 
     def _drop_copy(self, adapter: Adapter) -> None:
         if adapter.copy is HostCopy.PRESENT:

@@ -10,6 +10,7 @@ from skiff_runtime.messages import (
     AdapterRefused,
     FinishReason,
     UnloadAdapter,
+    WatchCache,
 )
 from skiff_runtime.step import LoraLoad
 
@@ -61,6 +62,21 @@ def test_prefix_is_shared_within_an_adapter_only() -> None:
         run_alone(bench, uid, adapter_id)
     opened = [bench.replies[uid].opened for uid in range(6)]
     assert [each.cached_tokens for each in opened if each] == [0, 0, 0, 8, 8, 8]
+
+
+def test_unload_frees_the_cached_prefixes_of_the_adapter_alone() -> None:
+    bench = make_bench(1, 2)
+    bench.put(WatchCache(prompts=False, blocks=True))
+    for uid, adapter_id in enumerate([0, 1, 2]):
+        run_alone(bench, uid, adapter_id)
+    assert bench.stats[-1].pages_cached == 9
+    bench.put(UnloadAdapter(1))
+    bench.finish()
+    assert bench.stats[-1].pages_cached == 6
+    for uid, adapter_id, cached in ((3, 0, 8), (4, 2, 8)):
+        run_alone(bench, uid, adapter_id)
+        opened = bench.replies[uid].opened
+        assert opened is not None and opened.cached_tokens == cached
 
 
 def test_name_that_is_used_again_shares_nothing_with_the_adapter_before() -> None:
