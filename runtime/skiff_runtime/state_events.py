@@ -51,6 +51,13 @@ class PodLoad(Struct, frozen=True):
     arriving_tokens: int | None = None
 
 
+class PodAdapters(Struct, frozen=True):
+    """The LoRA adapters of a pod by name. ``loaded``: it answers for them; ``resident``: those in a LoRA slot of GPU memory."""
+
+    loaded: list[str] = []
+    resident: list[str] = []
+
+
 class Snapshot(Struct, frozen=True, tag="snapshot"):
     """The first event of a stream. What it holds replaces everything that was known of the pod.
 
@@ -66,13 +73,15 @@ class Snapshot(Struct, frozen=True, tag="snapshot"):
     isolates_keys: bool
     load: PodLoad
     prompt_blocks: list[int]
+    adapters: PodAdapters | None = None
 
 
 class LoadChanged(Struct, frozen=True, tag="load"):
-    """The pod's state and load."""
+    """The pod's state and load, and its adapters where they have changed."""
 
     state: str
     load: PodLoad
+    adapters: PodAdapters | None = None
 
 
 class PromptBlocksChanged(Struct, frozen=True, tag="prompt_blocks"):
@@ -83,7 +92,10 @@ class PromptBlocksChanged(Struct, frozen=True, tag="prompt_blocks"):
 
 
 class BlockStored(Struct, frozen=True, tag="BlockStored"):
-    """Consecutive KV blocks entered the cache, behind ``parent_block_hash``; their token ids are left out."""
+    """Consecutive KV blocks entered the cache, behind ``parent_block_hash``; their token ids are left out.
+
+    ``lora_id`` and ``lora_name``: of the adapter that computed them, None for the base model.
+    """
 
     block_hashes: list[int]
     parent_block_hash: int | None
@@ -91,6 +103,7 @@ class BlockStored(Struct, frozen=True, tag="BlockStored"):
     token_ids: list[int] = []
     lora_id: int | None = None
     medium: str = "GPU"
+    lora_name: str | None = None
 
 
 class BlockRemoved(Struct, frozen=True, tag="BlockRemoved"):

@@ -15,6 +15,8 @@ from skiff_runtime.messages import CompiledGrammar, PoolingSpec, SamplingSpec
 
 NAN_LOGITS: Final = -2
 """In ``StepResult.tokens``: the row's logits contain NaN, so no token can be sampled from them."""
+NO_LORA_SLOT: Final = -1
+"""In ``SlotOpened.lora_slot``: the request runs on the base model."""
 Int32 = NDArray[np.int32]
 Float32 = NDArray[np.float32]
 
@@ -24,7 +26,8 @@ class SlotOpened:
     """A request has taken a slot. The first ``prompt_tokens`` of its ``tokens`` int32[n] are the prompt.
 
     The tokens after these are output from before a preemption. Penalties count them, and the grammar has accepted them.
-    With ``pooling`` the request has no output: when its last prompt token is computed, so is its vector.
+    With ``pooling`` the request has no output: when its last prompt token is computed, so is its vector. ``lora_slot`` is
+    the LoRA slot of its adapter as long as it has the slot, ``NO_LORA_SLOT`` without one.
     """
 
     slot: int
@@ -33,6 +36,15 @@ class SlotOpened:
     prompt_tokens: int
     grammar: CompiledGrammar | None = None
     pooling: PoolingSpec | None = None
+    lora_slot: int = NO_LORA_SLOT
+
+
+@dataclass(frozen=True, slots=True)
+class LoraLoad:
+    """An adapter takes a LoRA slot: its matrices replace what the slot holds before the step runs, in stream order."""
+
+    lora_slot: int
+    adapter_id: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +55,8 @@ class StepPlan:
     is set, its last position yields a token, which the engine also writes into the slot's line of the token table, at
     position ``starts[i] + lengths[i]``. ``page_slots``, ``page_columns`` and ``page_ids`` int32[W] are cells of the
     page table to set before the step; no cell occurs twice. With ``captures_graph``, the engine captures the next of its
-    deferred CUDA graphs before the step; a plan without rows does nothing else.
+    deferred CUDA graphs before the step; a plan without rows does nothing else. ``lora_loads`` are applied before any row
+    is computed; no LoRA slot occurs twice.
     """
 
     number: int
@@ -57,6 +70,7 @@ class StepPlan:
     page_columns: Int32
     page_ids: Int32
     captures_graph: bool = False
+    lora_loads: tuple[LoraLoad, ...] = ()
 
     @property
     def num_prompt_tokens(self) -> int:

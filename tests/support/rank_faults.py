@@ -72,9 +72,9 @@ def _hang(trigger: Path) -> None:
 
     run = Engine._run
 
-    def run_or_hang(self: Engine, plan: Any) -> Any:
+    def run_or_hang(self: Engine, plan: Any, copies: Any) -> Any:
         _wait_while(trigger.exists)
-        return run(self, plan)
+        return run(self, plan, copies)
 
     Engine._run = run_or_hang  # type: ignore[method-assign]
 

@@ -14,10 +14,12 @@ from tiny_tokenizer import EOS_ID
 from skiff_runtime.config import Config
 from skiff_runtime.distributed.tensor_parallel import TensorParallelGroup
 from skiff_runtime.engine.engine import Engine
-from skiff_runtime.messages import AbortRequest, FlushCache, GenerateRequest, TokenBatch
+from skiff_runtime.messages import AbortRequest, FlushCache, GenerateRequest, LoadAdapter, TokenBatch
+from skiff_runtime.processes.launch import StartAdapter
 from skiff_runtime.scheduler import admission
 from skiff_runtime.scheduler.scheduler import Scheduler
 from skiff_runtime.step import StepHandle, StepPlan
+from skiff_runtime.worker.adapter_reader import AdapterReader
 
 FLUSH: Final = -2
 
@@ -65,30 +67,40 @@ def serve(
     new_token_ratio: float = admission.INITIAL_NEW_TOKEN_RATIO,
     defer_captures: bool = False,
     prepare: Callable[[Engine], None] = lambda engine: None,
+    adapters: Sequence[Path] = (),
     **changes: Any,
 ) -> Served:
     """Serve requests that arrive at once; abort the ``aborted`` in the turn after their first token; flush the cache.
 
     A small ``new_token_ratio`` admits more requests than there is memory for, so that some are preempted. ``prepare`` is
-    called before the warm-up, after which ``defer_captures`` leaves graphs to be captured.
+    called before the warm-up, after which ``defer_captures`` leaves graphs to be captured. ``adapters`` are the directories of
+    LoRA adapters, with ids from 1 on.
     """
     if group is not None:
         changes["tp_size"] = group.tp_size
+    changes = {**changes, "enable_lora": True} if adapters else changes
     config = make_config(path, **{"log_level": "debug", **changes})
     engine = make_engine(path, group, **changes)
     prepare(engine)
     engine.warmup(defer_captures=defer_captures)
     try:
         with mock.patch.object(admission, "INITIAL_NEW_TOKEN_RATIO", new_token_ratio):
-            return _serve(config, engine, requests, aborted)
+            return _serve(config, engine, requests, aborted, adapters)
     finally:
         engine.close()
 
 
 def _serve(
-    config: Config, engine: Engine, requests: Sequence[GenerateRequest], aborted: Collection[int]
+    config: Config,
+    engine: Engine,
+    requests: Sequence[GenerateRequest],
+    aborted: Collection[int],
+    adapters: Sequence[Path],
 ) -> Served:
     served, channel, left = Served(), MemoryChannel(), list(aborted)
+    started = [StartAdapter(number, str(number), "", str(each)) for number, each in enumerate(adapters, 1)]
+    reader = AdapterReader(engine)
+    reader.preload(started, config.max_cpu_loras or config.max_loras)
     scheduler = Scheduler(
         config,
         eos_token_ids=(EOS_ID,),
@@ -96,10 +108,13 @@ def _serve(
         engine=_RecordingEngine(engine, served),
         channel=channel,
         num_deferred_graphs=engine.num_deferred_graphs,
+        adapter_store=reader,
+        adapters=[LoadAdapter(-3, each.adapter_id, each.name, each.path) for each in started],
     )
     channel.arriving.extend(requests)
     while channel.arriving or not scheduler.is_idle:
         scheduler.turn()
+        channel.arriving.extend(reader.take_ended())
         while channel.sent:
             served.take(channel.sent.popleft())
         due = [uid for uid in left if uid in served.replies and served.replies[uid].tokens]
@@ -109,6 +124,7 @@ def _serve(
     scheduler.turn()
     served.take(channel.sent.popleft())
     scheduler.check()
+    reader.close()
     served.checksum = scheduler.checksum
     return served
 

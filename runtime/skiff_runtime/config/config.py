@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
+from skiff_runtime.config.adapters import MAX_ADAPTERS, parse_adapters
 from skiff_runtime.config.api_keys import check_api_keys
 from skiff_runtime.config.kv_events import KVEventsConfig
 from skiff_runtime.contract import API_PORT
@@ -17,6 +18,8 @@ from skiff_runtime.errors import ConfigError
 
 MAX_TENSOR_PARALLEL: Final = 64
 MAX_PAGE_SIZE: Final = 1024
+MAX_LORAS: Final = 512
+MAX_LORA_RANK: Final = 512
 AUTO: Final = "auto"
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -339,6 +342,38 @@ class Config:
         "disable the prefix cache: every request computes its whole prompt (for measurements)",
     )
 
+    enable_lora: bool = option(
+        False,
+        "LoRA",
+        "serve LoRA adapters, which requests choose by their name as the model; they are loaded by --lora and by POST "
+        "/v1/load_lora_adapter",
+    )
+    lora: tuple[str, ...] = option(
+        (),
+        "LoRA",
+        "adapter to load at the start, as NAME=URI, with the URIs of --model; may be repeated; implies --enable-lora",
+    )
+    max_loras: int = option(
+        8, "LoRA", "maximum number of adapters in GPU memory, and so in one batch; others wait for a slot"
+    )
+    max_lora_rank: int = option(
+        16, "LoRA", "maximum rank of an adapter; memory and time of every slot grow with it"
+    )
+    max_cpu_loras: int | None = option(
+        None,
+        "LoRA",
+        "maximum number of adapters in host memory; others are read again from their files when a request needs them "
+        "(default: four times --max-loras)",
+    )
+    lora_download_dir: str | None = option(
+        None, "LoRA", "directory of downloaded adapters (default: --download-dir, beside models)"
+    )
+
+    @property
+    def adapters_dir(self) -> str | None:
+        """Directory of downloaded adapters; None for the hub's cache."""
+        return self.lora_download_dir or self.download_dir
+
     @property
     def running_limit(self) -> int:
         """Maximum batch size: every running request needs at least one token of each step's budget."""
@@ -371,6 +406,12 @@ class Config:
             raise ConfigError(
                 f"--max-total-tokens ({self.max_total_tokens}) must hold at least one page of "
                 f"--page-size {self.page_size}"
+            )
+        parse_adapters(self.lora)
+        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
+            raise ConfigError(
+                f"--max-cpu-loras ({self.max_cpu_loras}) must be at least --max-loras ({self.max_loras}): an adapter in GPU "
+                "memory is copied from host memory"
             )
         check_api_keys(self.api_key, "--api-key")
         check_api_keys(self.admin_api_key, "--admin-api-key")
@@ -425,6 +466,9 @@ _RANGES: Final[tuple[tuple[str, float, float], ...]] = (
     ("page_size", 1, MAX_PAGE_SIZE),
     ("max_total_tokens", 2, 1 << 40),
     ("mem_fraction_static", 0.01, 0.99),
+    ("max_loras", 1, MAX_LORAS),
+    ("max_lora_rank", 1, MAX_LORA_RANK),
+    ("max_cpu_loras", 1, MAX_ADAPTERS),
 )
 
 

@@ -3,7 +3,8 @@
 The rows are padded to one of a few sizes. A step copies two short columns to the device, replays a graph, and copies
 the tokens back: nothing is allocated, nothing is waited for, and no request is looked at. Without graphs the same work
 is launched kernel by kernel, padded to the same sizes, so the tokens are the same. Where rows share enough of their
-prefixes, the step is of a second kind, which reads these once and has fewer sizes and graphs of its own.
+prefixes, the step is of a second kind, which reads these once and has fewer sizes and graphs of its own. With LoRA there are
+graphs of both kinds for steps with adapters, too, so a step without any launches what it does in a service without LoRA.
 
 With tensor parallelism the graph ends with this rank's shard of the logits, and up to two small graphs follow it: a
 draw for all rows, which exchanges one key a row, and one for the rows whose filters need whole logits, padded to a size
@@ -32,8 +33,8 @@ from skiff_runtime.step import Int32, StepPlan
 MAX_GRAPH_ROWS: Final = 512
 """Larger steps are computed like mixed batches: launching their kernels takes less time than the kernels do."""
 
-GraphKey = tuple[int, bool]
-"""(Padded number of rows, rows share prefixes)."""
+GraphKey = tuple[int, bool, bool]
+"""(Padded number of rows, rows share prefixes, rows have adapters)."""
 
 
 class GraphPart(NamedTuple):
@@ -44,6 +45,8 @@ class GraphPart(NamedTuple):
     """The padded number of rows."""
     shared: bool = False
     """True if rows share prefixes."""
+    lora: bool = False
+    """True if rows have LoRA adapters."""
 
 
 def decode_capture_sizes(rows: int) -> list[int]:
@@ -68,13 +71,16 @@ class DecodeGraphRunner:
         self._sampler = sampler
         self.sizes = decode_capture_sizes(rows)
         largest = self.sizes[-1]
-        self.graph_keys = [(size, False) for size in self.sizes]
+        kinds = (False,) if tables.lora_slots is None else (False, True)
+        self.graph_keys = [(size, False, lora) for size in self.sizes for lora in kinds]
         self._min_shared_rows = tuning_for(forward_pass.device).shared_prefix.min_rows
         if tables.shared_prefix is not None and largest >= self._min_shared_rows:
             sizes = shared_prefix_capture_sizes(self.sizes, self._min_shared_rows)
-            self.graph_keys += [(size, True) for size in sizes]
+            self.graph_keys += [(size, True, lora) for size in sizes for lora in kinds]
         self._padded_size = {
-            shared: _padded_sizes([size for size, kind in self.graph_keys if kind is shared], largest)
+            shared: _padded_sizes(
+                [size for size, kind, lora in self.graph_keys if kind is shared and not lora], largest
+            )
             for shared in (False, True)
         }
         self._columns = torch.empty(
@@ -108,7 +114,8 @@ class DecodeGraphRunner:
         prefixes = self._find_prefixes(plan)
         size = int(self._padded_size[prefixes is not None][count])
         self._send(plan.slots, plan.starts, size, prefixes)
-        tokens = self._run(GraphPart("model", size, prefixes is not None))
+        lora = self._tables.has_adapters(plan.slots)
+        tokens = self._run(GraphPart("model", size, prefixes is not None, lora))
         if self._sampler.is_sharded and len(filtered) < count:
             tokens = self._run(GraphPart("draw", size))
         if len(filtered):
@@ -123,16 +130,17 @@ class DecodeGraphRunner:
         )
         return rows, self._logits[:count], tokens[:count]
 
-    def parts(self, size: int, shared: bool) -> list[GraphPart]:
+    def parts(self, size: int, shared: bool, lora: bool) -> list[GraphPart]:
         """Return the model's part of the steps of one of ``graph_keys``, and with it each draw of this size once.
 
         ``draw_whole``, which takes memory, is in the first task of its size: the memory profile counts all tasks but
         the first like the second.
         """
-        parts = [GraphPart("model", size, shared)]
-        if self._sampler.is_sharded and not shared:
+        parts = [GraphPart("model", size, shared, lora)]
+        if self._sampler.is_sharded and not shared and not lora:
             parts.append(GraphPart("draw", size))
-        if self._sampler.is_sharded and shared is ((size, True) in self.graph_keys):
+        first = max(key for key in self.graph_keys if key[0] == size)
+        if self._sampler.is_sharded and (size, shared, lora) == first:
             parts.append(GraphPart("draw_whole", size))
         return parts
 
@@ -155,11 +163,11 @@ class DecodeGraphRunner:
         self._memory_pool = None
         torch.cuda.empty_cache()
 
-    def _capture(self, size: int, shared: bool) -> None:
+    def _capture(self, size: int, shared: bool, lora: bool) -> None:
         no_rows = np.empty(0, np.int32)
         self._send(no_rows, no_rows, size, np.zeros(packed_size(size), np.int32) if shared else None)
         self._send_filtered(no_rows, no_rows, no_rows, size)
-        for part in self.parts(size, shared):
+        for part in self.parts(size, shared, lora):
             self.compute(part)  # compiles, and lets libraries set up what they must not under capture
             torch.cuda.current_stream().synchronize()
             graph = torch.cuda.CUDAGraph()
@@ -209,14 +217,14 @@ class DecodeGraphRunner:
         Returns the tokens, int32, of the step's rows and perhaps more; of a ``model`` without a draw, the logits.
         """
         if part.kind == "model":
-            return self._compute_model(part.size, part.shared)
+            return self._compute_model(part.size, part.shared, lora=part.lora)
         if part.kind == "draw":
             self._tokens[: part.size].copy_(self._draw(part.size))
         else:
             self._draw_whole(part.size)
         return self._tokens
 
-    def _compute_model(self, size: int, shared: bool) -> torch.Tensor:
+    def _compute_model(self, size: int, shared: bool, *, lora: bool) -> torch.Tensor:
         """Compute the logits of the rows that were sent, and with one rank draw their tokens int32 [size]."""
         tables = self._tables
         rows, inputs = self._columns[: 2 * size].view(2, size), self._inputs.first_rows(size)
@@ -235,7 +243,11 @@ class DecodeGraphRunner:
             if shared
             else None,
         )
-        hidden = self._pass.forward(inputs, attention)
+        lora_slots = None
+        if lora:
+            assert tables.lora_slots is not None
+            lora_slots = tables.lora_slots.index_select(0, rows[0])
+        hidden = self._pass.forward(inputs, attention, lora_slots)
         logits = self._pass.logits(hidden, self._logits[:size])
         return logits if self._sampler.is_sharded else self._draw(size)
 

@@ -23,6 +23,7 @@ from skiff_runtime.engine.graph_memory import MemoryProfile
 from skiff_runtime.engine.input_batch import InputBatch, SlotTables
 from skiff_runtime.engine.logits_processors import LogitsProcessors
 from skiff_runtime.engine.logprobs import DevicePromptLogprobs, LogprobsGatherer
+from skiff_runtime.engine.lora_adapters import AdapterCopy, LoraAdapters
 from skiff_runtime.engine.memory_profile import profile_memory
 from skiff_runtime.engine.memory_profile_cache import MemoryProfileCache, describe_start
 from skiff_runtime.engine.model_runner import ModelRunner, PhaseCallback, effective_max_model_len
@@ -110,6 +111,14 @@ class Engine:
         self._runner = ModelRunner(config, model, group, on_phase=on_phase)
         context = effective_max_model_len(config, model)
         self._tables = SlotTables(config.max_running_requests, context, config.page_size, group.device)
+        self._lora: LoraAdapters | None = None
+        if config.enable_lora:
+            self._tables.enable_lora()
+            self._lora = LoraAdapters(
+                self._runner.lora_layers,
+                max_rank=config.max_lora_rank,
+                base_names=_base_names(config, model),
+            )
         self._logprobs = LogprobsGatherer(config.max_running_requests)
         self._pooler = Pooler(self._runner)
         processors = LogitsProcessors(
@@ -226,7 +235,26 @@ class Engine:
         """Queue the step after those launched before it, and return at once."""
         self._launched_at = monotonic()
         self._grammar_masks.open(plan.opened)  # now, so that grammars load while earlier steps run
-        return _LaunchedStep(self._thread.submit(self._run, plan), self._group)
+        copies: list[tuple[int, AdapterCopy]] = []
+        if plan.lora_loads:
+            assert self._lora is not None
+            copies = self._lora.find(
+                plan.lora_loads
+            )  # now, because they may be unregistered before the step runs
+        return _LaunchedStep(self._thread.submit(self._run, plan, copies), self._group)
+
+    def register_adapter(self, adapter_id: int, path: str) -> None:
+        """Read and check the LoRA adapter in the directory ``path``, on any thread, while steps run.
+
+        Raises ``ModelError`` if it cannot be served. Plans may load it into LoRA slots from now on.
+        """
+        assert self._lora is not None
+        self._lora.register(adapter_id, Path(path))
+
+    def unregister_adapter(self, adapter_id: int) -> None:
+        """Free a LoRA adapter's host memory; a slot that it is in keeps it."""
+        assert self._lora is not None
+        self._lora.unregister(adapter_id)
 
     @property
     def num_deferred_graphs(self) -> int:
@@ -248,6 +276,10 @@ class Engine:
         if self._is_sharded:
             opened = replace(opened, sampling=WARMUP_FILTERS)
             self.launch(_plan_row(0, prompt, decode=False, opened=(opened,), pages=pages)).result()
+        if self._lora is not None:  # slot 0 is empty, but the kernels run
+            opened = SlotOpened(0, np.zeros(prompt, dtype=np.int32), WARMUP_SAMPLING, prompt, lora_slot=0)
+            self.launch(_plan_row(0, prompt, decode=False, opened=(opened,), pages=pages)).result()
+            self.launch(_plan_row(prompt, 1, decode=True)).result()
         while self._captures.num_early:
             self._thread.submit(self._captures.capture_early).result()
         self._check_memory_profile()
@@ -279,9 +311,12 @@ class Engine:
         self._group.set_timeout(self._collective_timeout)
 
     @torch.inference_mode()
-    def _run(self, plan: StepPlan) -> StepOutput:
+    def _run(self, plan: StepPlan, copies: Sequence[tuple[int, AdapterCopy]]) -> StepOutput:
         if plan.captures_graph:
             self._capture_deferred()
+        if copies:
+            assert self._lora is not None
+            self._lora.load(copies)
         if len(plan.slots) == 0:
             return StepOutput(self._no_rows)
         self._threads.set_for(plan.num_tokens)
@@ -308,8 +343,8 @@ class Engine:
         rows = self._pooler.find_rows(plan)
         if self._prefill_graphs is not None and self._prefill_graphs.can_run(plan):
             hidden = self._prefill_graphs.run(batch)
-        elif counts.any() or (rows is not None and rows.means):
-            hidden = self._runner.forward(batch.inputs, batch.attention)
+        elif counts.any() or (rows is not None and rows.means) or batch.lora_slots is not None:
+            hidden = self._runner.forward(batch.inputs, batch.attention, batch.lora_slots)
         else:
             return self._forward_selected(batch, rows)
         prompts = self._logprobs.compute_prompts(plan, counts, hidden, self._runner, self._tables.tokens)
@@ -340,6 +375,12 @@ def collective_timeout(config: Config) -> float:
     the collective comes before the step watchdog's, but for a limit that is too short for both.
     """
     return max(MIN_COLLECTIVE_TIMEOUT_SECONDS, (config.watchdog_timeout or 0.0) / 2)
+
+
+def _base_names(config: Config, model: ModelConfig) -> frozenset[str]:
+    """Return the last parts of the names by which an adapter may call the model."""
+    names = config.model, str(model.path), config.served_model_name or ""
+    return frozenset(Path(name).name for name in names if name)
 
 
 def _plan_row(

@@ -30,9 +30,21 @@ class ForwardPass:
         self.backend = backend
         self.device = device
 
+    def prepare_lora(self, slots: torch.Tensor | None) -> None:
+        """Set the LoRA slots int32 [T] of the tokens that are computed next; None if none of them has an adapter."""
+        lora = self._model.context.lora
+        if lora is not None:
+            lora.prepare(slots)
+
     @torch.inference_mode()
-    def forward(self, inputs: StepInputs, attention: AttentionBatch) -> HiddenStates:
-        """Compute a step of T tokens: store their K and V, and return the hidden states of all of them."""
+    def forward(
+        self, inputs: StepInputs, attention: AttentionBatch, lora_slots: torch.Tensor | None = None
+    ) -> HiddenStates:
+        """Compute a step of T tokens: store their K and V, and return the hidden states of all of them.
+
+        ``lora_slots`` int32 [T] are the tokens' LoRA slots; None if none of them has an adapter.
+        """
+        self.prepare_lora(lora_slots)
         self.backend.prepare(attention)
         return self.forward_prepared(inputs, self.backend)
 
@@ -42,8 +54,9 @@ class ForwardPass:
     ) -> HiddenStates:
         """Compute a step as ``forward`` does, but return the hidden states of the tokens ``logits_indices`` int[S] alone.
 
-        After its attention, the last layer computes these tokens only.
+        After its attention, the last layer computes these tokens only. None of the tokens has an adapter.
         """
+        self.prepare_lora(None)
         self.backend.prepare(attention)
         return HiddenStates(
             *self._model.forward(
@@ -57,7 +70,7 @@ class ForwardPass:
 
     @torch.inference_mode()
     def forward_prepared(self, inputs: StepInputs, backend: AttentionBackend) -> HiddenStates:
-        """Compute a step as ``forward`` does, by a backend that has been prepared for it."""
+        """Compute a step as ``forward`` does, by a backend, and LoRA, that have been prepared for it."""
         return HiddenStates(
             *self._model.forward(inputs.token_ids, inputs.positions, inputs.slot_mapping, backend)
         )

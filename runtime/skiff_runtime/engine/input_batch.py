@@ -13,7 +13,7 @@ from skiff_runtime.kernels.prepare_inputs import prepare_inputs, write_cells
 from skiff_runtime.kernels.shared_prefixes import SharedPrefixes, unpack_shared_prefixes
 from skiff_runtime.kernels.step_inputs import StepInputs
 from skiff_runtime.kernels.tuning import tuning_for
-from skiff_runtime.step import Int32, StepPlan
+from skiff_runtime.step import NO_LORA_SLOT, Int32, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +42,15 @@ class SampledRows:
 class InputBatch:
     """Inputs of one step: T tokens of R rows, S of which are sampled.
 
-    ``logits_indices`` int[S] are the indices of the sampled rows' last tokens among the T.
+    ``logits_indices`` int[S] are the indices of the sampled rows' last tokens among the T. ``lora_slots`` int32[T] are the
+    tokens' LoRA slots, None if no row has an adapter.
     """
 
     inputs: StepInputs
     attention: AttentionBatch
     logits_indices: torch.Tensor
     sampled: SampledRows
+    lora_slots: torch.Tensor | None = None
 
 
 class SlotTables:
@@ -68,6 +70,9 @@ class SlotTables:
         self.block_table: torch.Tensor | None = None
         self.shared_prefix: SharedPrefixFinder | None = None
         self.staging = StagingBuffers(device)
+        self.lora_slots: torch.Tensor | None = None
+        """The LoRA slot of each slot's request, int32 [slots + 1]; None if adapters are not served."""
+        self._host_lora_slots = np.full(slots + 1, NO_LORA_SLOT, np.int32)
 
     def set_padding_page(self, page: int, *, block_table: bool) -> None:
         """Set every page to the pool's padding page; with ``block_table``, keep the rows' pages in their order, too."""
@@ -87,8 +92,17 @@ class SlotTables:
                 tuning=tuning_for(self._device).shared_prefix,
             )
 
+    def enable_lora(self) -> None:
+        """Keep the LoRA slots of requests; at first no slot has one."""
+        self.lora_slots = torch.from_numpy(self._host_lora_slots.copy()).to(self._device)
+
+    def has_adapters(self, slots: Int32) -> bool:
+        """Return whether the request of any of these slots has an adapter."""
+        return self.lora_slots is not None and bool((self._host_lora_slots[slots] != NO_LORA_SLOT).any())
+
     def apply(self, plan: StepPlan) -> None:
-        """Write the tokens of newly opened slots and the changed cells of the page table."""
+        """Write the tokens and LoRA slots of newly opened slots, and the changed cells of the page table."""
+        self._set_lora_slots(plan)
         if self.shared_prefix is not None:
             self.shared_prefix.apply(plan)
         if plan.opened:
@@ -138,8 +152,27 @@ class SlotTables:
             ),
         )
         return InputBatch(
-            inputs, attention, indices, SampledRows(slots, positions, host_slots, host_positions)
+            inputs,
+            attention,
+            indices,
+            SampledRows(slots, positions, host_slots, host_positions),
+            self._find_lora_slots(plan),
         )
+
+    def _set_lora_slots(self, plan: StepPlan) -> None:
+        if self.lora_slots is None:
+            return
+        changed = [each for each in plan.opened if self._host_lora_slots[each.slot] != each.lora_slot]
+        if changed:
+            cells = np.array([(each.slot, 0, each.lora_slot) for each in changed], np.int32).T
+            self._host_lora_slots[cells[0]] = cells[2]
+            write_cells(self.lora_slots.view(-1, 1), self.staging.send(np.ascontiguousarray(cells)))
+
+    def _find_lora_slots(self, plan: StepPlan) -> torch.Tensor | None:
+        """Return the LoRA slot of each token, int32 [T] on the device; None if no row has an adapter."""
+        if not self.has_adapters(plan.slots):
+            return None
+        return self.staging.send(np.repeat(self._host_lora_slots[plan.slots], plan.lengths))
 
     def _find_shared(self, slots: Int32, starts: Int32) -> SharedPrefixes | None:
         """Return the prefixes that decode rows share, on the device; None if sharing is not profitable."""

@@ -23,7 +23,7 @@ from skiff_runtime.engine.prefill_graph import PrefillGraphRunner
 from skiff_runtime.engine.sampler import Sampler
 from skiff_runtime.models.config import ModelConfig
 from skiff_runtime.models.footprint import estimate_sampling_bytes
-from skiff_runtime.step import StepPlan
+from skiff_runtime.step import NO_LORA_SLOT, StepPlan
 
 MIB = 1 << 20
 NODE_BYTES = 16 << 20
@@ -132,7 +132,10 @@ def _measure_activations(config: Config, runner: ModelRunner, tables: SlotTables
     torch.cuda.reset_peak_memory_stats()
     plan = _largest_plan(config, tables)
     batch = tables.make_batch(plan)
-    hidden = runner.forward(batch.inputs, batch.attention)
+    lora_slots = None
+    if runner.lora is not None:  # a step with adapters takes more than one without
+        lora_slots = torch.full((plan.num_tokens,), NO_LORA_SLOT, dtype=torch.int32, device=runner.device)
+    hidden = runner.forward(batch.inputs, batch.attention, lora_slots)
     first = torch.zeros(config.running_limit, dtype=torch.int64, device=runner.device)
     logits, tp_size = runner.logits(hidden.select(first)), config.tp_size
     whole = runner.vocab_shard.gather(logits)

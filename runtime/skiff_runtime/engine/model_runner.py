@@ -19,6 +19,7 @@ from skiff_runtime.errors import ConfigError
 from skiff_runtime.kernels.fp8_tensors import E4M3
 from skiff_runtime.kernels.tuning import tuning_for
 from skiff_runtime.kvcache.kv_pool import KVLayout, KVPool, plan_capacity
+from skiff_runtime.layers.lora import LoraState
 from skiff_runtime.layers.sharding import LayerContext
 from skiff_runtime.layers.weight_format import Fp8Format, choose_weight_format
 from skiff_runtime.models.config import ModelConfig
@@ -51,7 +52,9 @@ class ModelRunner(ForwardPass):
             check_fp8_support(config, weight_format, torch.cuda.get_device_capability(group.device))
             compute_cache_keys()
             log_compilations()
-        context = make_layer_context(config, model, group)
+        self.lora = make_lora_state(config, group.device)
+        """None without ``--enable-lora``."""
+        context = replace(make_layer_context(config, model, group), lora=self.lora)
         on_phase("weights", 0.0)
         self._check_memory(model, context)
         loaded = self._load(model, context, on_phase)
@@ -108,12 +111,13 @@ class ModelRunner(ForwardPass):
     def _load(self, model: ModelConfig, context: LayerContext, on_phase: PhaseCallback) -> DecoderModel:
         max_positions = effective_max_model_len(self._config, model)
         loaded = make_model(model, context, max_positions=max_positions)
+        self.lora_layers = list(loaded.lora_layers())
         load_weights(loaded, self._config.load_format, lambda progress: on_phase("weights", progress))
         return loaded
 
     def _check_memory(self, model: ModelConfig, context: LayerContext) -> None:
         """Raise ``ConfigError`` if weights or KV cache cannot fit, before either is read or allocated."""
-        meta_model = make_model(model, replace(context, device=torch.device("meta")), max_positions=1)
+        meta_model = make_model(model, context.on_meta_device(), max_positions=1)
         needed = meta_model.weight_bytes()
         free = self._rank_share(free_bytes(context.device))
         if needed > free:
@@ -163,6 +167,21 @@ def make_layer_context(config: Config, model: ModelConfig, group: TensorParallel
         model.weight_format,
         config.expert_parallel,
     )
+
+
+def make_lora_state(config: Config, device: torch.device) -> LoraState | None:
+    """Return the state of LoRA on a rank, None without ``--enable-lora``. Raises ``ConfigError`` for a rank beyond the kernels'."""
+    if not config.enable_lora:
+        return None
+    try:
+        return LoraState(
+            device,
+            max_loras=config.max_loras,
+            max_rank=config.max_lora_rank,
+            max_tokens=config.max_num_batched_tokens,
+        )
+    except ValueError as error:
+        raise ConfigError(f"--max-lora-rank {config.max_lora_rank}: {error}") from None
 
 
 def make_kv_layout(config: Config, model: DecoderModel, dtype: torch.dtype, *, tp_size: int) -> KVLayout:

@@ -19,7 +19,7 @@ from skiff_runtime.engine.graph_memory import NO_GRAPH_MEMORY, GraphMemory
 from skiff_runtime.engine.input_batch import InputBatch
 from skiff_runtime.engine.model_runner import ModelRunner
 from skiff_runtime.kernels.step_inputs import empty_step_inputs
-from skiff_runtime.step import StepPlan
+from skiff_runtime.step import NO_LORA_SLOT, StepPlan
 
 CAPTURE_SIZES: Final = (*range(64, 1024, 64), *range(1024, 2048, 128), *range(2048, 4096, 512), 4096)
 """Numbers of tokens. Larger steps keep a GPU busy for longer than their launches take."""
@@ -41,9 +41,12 @@ class PrefillGraphRunner:
         self._padded_size = np.searchsorted(self.sizes, np.arange(self.sizes[-1] + 1))
         largest = self.sizes[-1]
         self._inputs = empty_step_inputs(largest, 1, runner.device)
+        self._lora_slots = torch.full((largest,), NO_LORA_SLOT, dtype=torch.int32, device=runner.device)
+        self._kinds = (False,) if runner.lora is None else (False, True)
         self.queries, self.attended = (runner.zeros(largest, *runner.query_shape) for _ in range(2))
         self._hidden = HiddenStates(*(runner.zeros(largest, runner.hidden_size) for _ in range(2)))
-        self._graphs: dict[int, list[torch.cuda.CUDAGraph]] = {}
+        self._graphs: dict[tuple[int, bool], list[torch.cuda.CUDAGraph]] = {}
+        """By (padded number of tokens, tokens have adapters)."""
         self._memory_pool: Any = None
 
     def can_run(self, plan: StepPlan) -> bool:
@@ -59,9 +62,10 @@ class PrefillGraphRunner:
         self._inputs.positions[:count].copy_(inputs.positions)
         self._inputs.slot_mapping[:count].copy_(inputs.slot_mapping)
         self._inputs.slot_mapping[count:size].fill_(-1)  # K and V of padding tokens are not stored
+        self._prepare_lora(batch.lora_slots, size)
         backend = self._runner.backend
         backend.prepare(batch.attention)
-        graphs = self._graphs.get(size)
+        graphs = self._graphs.get((size, batch.lora_slots is not None))
         if graphs is None:
             self._compute(size, _PaddedAttention(backend, self, size, count))
         else:
@@ -75,24 +79,36 @@ class PrefillGraphRunner:
 
     def capture_tasks(self, memory: GraphMemory = NO_GRAPH_MEMORY) -> list[CaptureTask]:
         """Return the tasks that capture the graphs, the largest first, as ``DecodeGraphRunner.capture_tasks`` does."""
-        sizes = sorted(self.sizes, reverse=True)
+        keys = sorted(((size, lora) for size in self.sizes for lora in self._kinds), reverse=True)
         return [
-            CaptureTask(size, partial(self._capture, size), memory.further if at else memory.largest)
-            for at, size in enumerate(sizes)
+            CaptureTask(key[0], partial(self._capture, *key), memory.further if at else memory.largest)
+            for at, key in enumerate(keys)
         ]
 
+    def _prepare_lora(self, slots: torch.Tensor | None, size: int) -> None:
+        """Map the LoRA slots of a step's tokens, outside of the graphs, and of the padding tokens up to ``size``."""
+        if slots is None:
+            self._runner.prepare_lora(None)
+            return
+        self._lora_slots[: len(slots)].copy_(slots)
+        self._lora_slots[len(slots) : size].fill_(NO_LORA_SLOT)
+        self._runner.prepare_lora(self._lora_slots[:size])
+
     @torch.inference_mode()
-    def _capture(self, size: int) -> None:
+    def _capture(self, size: int, lora: bool) -> None:
         self._inputs.slot_mapping.fill_(-1)
+        no_adapters = self._lora_slots[:0] if lora else None
+        self._prepare_lora(no_adapters, size)
         # Compiles, and lets libraries set up what they must not under capture.
         self._compute(size, _PaddedAttention(self._runner.backend, self, size, 0))
         torch.cuda.current_stream().synchronize()
+        self._prepare_lora(no_adapters, size)  # each mapping holds for one computation
         pieces = _PiecewiseCapture(self._runner.backend, self, size, self._memory_pool)
         pieces.begin()
         self._compute(size, pieces)
         pieces.end()
         self._memory_pool = pieces.memory_pool
-        self._graphs[size] = pieces.graphs
+        self._graphs[size, lora] = pieces.graphs
 
     def _compute(self, size: int, backend: AttentionBackend) -> None:
         hidden = self._runner.forward_prepared(self._inputs.first_rows(size), backend)

@@ -320,6 +320,38 @@ class MoETuning:
     """The outputs of a token that one program of ``moe_sum`` adds up, and its warps."""
 
 
+@dataclass(frozen=True, slots=True)
+class LoraTile:
+    """How ``triton.lora.add_lora`` divides its products among programs of ``warps`` warps.
+
+    A row block has ``rows`` tokens of one adapter, by the tensor cores, or one, without them. A program adds up at least
+    ``chunk`` inputs of A x, ``inputs`` at a time in ``stages`` stages, and computes ``outputs`` outputs of B at a time.
+    """
+
+    rows: int
+    chunk: int
+    inputs: int
+    outputs: int
+    warps: int = 4
+    stages: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class LoraRule:
+    """A tile for steps of at most ``max_tokens`` tokens, padding included; None is any number."""
+
+    max_tokens: int | None
+    tile: LoraTile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraTuning:
+    """Numbers of ``triton.lora``."""
+
+    rules: tuple[LoraRule, ...]
+    """The first rule with enough tokens applies; the last one has no bound."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopKTopPTuning:
     """Numbers of ``triton.sampling.top_k_top_p``."""
@@ -414,6 +446,7 @@ class Tuning:
     """With tensor parallelism, rows that need whole logits are divided among the ranks from this many on; fewer are
     gathered on every rank."""
     moe: MoETuning
+    lora: LoraTuning
     top_k_top_p: TopKTopPTuning
     shared_prefix: SharedPrefixTuning
     prefill_choice: PrefillChoiceTuning
@@ -702,6 +735,16 @@ HOPPER: Final = Tuning(
     # of which two ranks save half each, and the tokens need a second exchange.
     row_exchange_min_rows=12,
     moe=HOPPER_MOE,
+    # untuned.
+    lora=LoraTuning(
+        rules=(
+            LoraRule(4, LoraTile(rows=1, chunk=256, inputs=256, outputs=64)),
+            LoraRule(128, LoraTile(rows=16, chunk=512, inputs=128, outputs=256, stages=4)),
+            LoraRule(512, LoraTile(rows=16, chunk=512, inputs=128, outputs=256, stages=4)),
+            LoraRule(2048, LoraTile(rows=64, chunk=2048, inputs=64, outputs=128, warps=8, stages=3)),
+            LoraRule(None, LoraTile(rows=64, chunk=4096, inputs=64, outputs=128, warps=8, stages=3)),
+        ),
+    ),
     top_k_top_p=TopKTopPTuning(
         # µs by top_p over 151,936 logits, 1 and 256 rows of peaked logits: 8,192 21, 361; 4,096 16, 419. Blocks of
         # 1,024 by 4 warps 25, 298 where 2,048 by 8 take 21, 361.

@@ -44,6 +44,9 @@ class NaiveCache(PrefixCache):
     def invalidate(self, handle: PrefixHandle) -> Int32:
         return NO_PAGES
 
+    def discard(self, salt_prefix: bytes) -> Int32:
+        return NO_PAGES
+
     def note_prompt_blocks(self, handle: PrefixHandle, blocks: Sequence[tuple[int, int]]) -> None:
         """Do nothing: no page is cached."""
 

@@ -51,6 +51,10 @@ class PagePool:
         """Free the unlocked pages of all cached sequences that begin with this prefix's first page."""
         self._allocator.free(self.cache.invalidate(handle))
 
+    def discard(self, salt_prefix: bytes) -> None:
+        """Free the unlocked pages of all cached sequences whose salt begins with ``salt_prefix``."""
+        self._allocator.free(self.cache.discard(salt_prefix))
+
     def check(self, owned: Int32) -> None:
         """Assert that each page is exactly one of free, cached and ``owned`` (by requests)."""
         held = np.concatenate([self._allocator.free_pages(), self.cache.check(), owned])

@@ -104,6 +104,10 @@ class PrefixCache(ABC):
         """
 
     @abstractmethod
+    def discard(self, salt_prefix: bytes) -> Int32:
+        """Remove the unlocked pages of all sequences whose salt begins with ``salt_prefix``; return them."""
+
+    @abstractmethod
     def note_prompt_blocks(self, handle: PrefixHandle, blocks: Sequence[tuple[int, int]]) -> None:
         """Note which pages of a prefix are the last of a prompt block: pairs of (page, hash), in ascending order."""
 

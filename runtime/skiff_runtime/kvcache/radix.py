@@ -21,6 +21,7 @@ import numpy as np
 
 from skiff_runtime.kvcache.block_hash import hash_blocks
 from skiff_runtime.kvcache.cache_events import CacheEventLog
+from skiff_runtime.kvcache.namespace import CacheNamespace
 from skiff_runtime.kvcache.prefix_cache import (
     NO_PAGES,
     InsertResult,
@@ -202,9 +203,18 @@ class RadixCache(PrefixCache):
         while node.parent is not self._root:
             assert node.parent is not None
             node = node.parent
+        return self._remove_unlocked([node])
+
+    def discard(self, salt_prefix: bytes) -> Int32:
+        first_page = self.page_size * np.dtype(np.int32).itemsize
+        return self._remove_unlocked(
+            [node for key, node in self._root.children.items() if key[:-first_page].startswith(salt_prefix)]
+        )
+
+    def _remove_unlocked(self, stack: list[RadixNode]) -> Int32:
+        """Remove the unlocked nodes among these and their descendants; return their pages."""
         # A locked node keeps its ancestors locked, so an unlocked one can go with all that is below it.
         runs: list[Int32] = []
-        stack = [node]
         while stack:
             node = stack.pop()
             if node.locks:
@@ -277,11 +287,20 @@ class RadixCache(PrefixCache):
         """Hash the pages of a node whose ancestors have hashes, and record them as stored."""
         parent = node.parent
         assert parent is not None
-        salt = node.key[: -self.page_size * node.tokens.itemsize] if parent is self._root else b""
+        namespace = self._find_namespace(node)
         before = parent.block_hashes[-1] if parent.block_hashes else None
-        node.block_hashes = hash_blocks(node.tokens, self.page_size, parent=before, salt=salt)
+        node.block_hashes = hash_blocks(
+            node.tokens, self.page_size, parent=before, salt=namespace.hash_salt()
+        )
         token_ids = node.tokens.astype(Wire.TOKEN, copy=False).tobytes() if self._watches_tokens else b""
-        self._events.record_stored(node.block_hashes, before, token_ids)
+        self._events.record_stored(node.block_hashes, before, token_ids, namespace)
+
+    def _find_namespace(self, node: RadixNode) -> CacheNamespace:
+        """Return the namespace of a node: the key of its uppermost ancestor contains it."""
+        while node.parent is not self._root:
+            assert node.parent is not None
+            node = node.parent
+        return CacheNamespace.decode(node.key[: -self.page_size * node.tokens.itemsize])
 
     def _forget(self, node: RadixNode, depth: int) -> None:
         """Record that the pages of a node behind the first ``depth`` of its prefix are removed."""

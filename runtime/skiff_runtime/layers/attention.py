@@ -14,6 +14,7 @@ from skiff_runtime.layers.linear import (
     shard_evenly,
     shard_or_replicate,
 )
+from skiff_runtime.layers.lora import LoraLayer
 from skiff_runtime.layers.norm import QKNorm
 from skiff_runtime.layers.partial_sum import LayerOutput
 from skiff_runtime.layers.rotary import RopeInputs
@@ -109,3 +110,8 @@ class Attention:
         yield from self._o_proj.weight_shards(prefix)
         if self._norm is not None:
             yield from self._norm.weight_shards(prefix)
+
+    def lora_layers(self, prefix: str) -> Iterator[tuple[str, LoraLayer]]:
+        """Yield the LoRA matrices of the projections, with the prefix of their modules' names."""
+        yield from self._qkv_proj.lora_layers(prefix)
+        yield from self._o_proj.lora_layers(prefix)

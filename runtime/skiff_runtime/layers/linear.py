@@ -12,6 +12,7 @@ import torch
 
 from skiff_runtime.kernels.fp8 import Activations
 from skiff_runtime.layers.linear_weight import MatrixPart, make_weight
+from skiff_runtime.layers.lora import LoraLayer, LoraModule
 from skiff_runtime.layers.partial_sum import LayerOutput, PartialProduct, PartialSum
 from skiff_runtime.layers.sharding import LayerContext, WeightShard, replicated_weight
 
@@ -53,15 +54,24 @@ class ColumnParallelLinear:
         self.sizes = [module.stop - module.start for module in modules]
         self.weight = make_weight(sum(self.sizes), inputs, context, len(self.sizes))
         self.bias = context.empty(sum(self.sizes)) if bias else None
+        self._lora = _make_lora_layer(
+            [
+                LoraModule(each.name, each.total, inputs, slice(each.start, each.stop), slice(0, inputs))
+                for each in modules
+            ],
+            context,
+        )
 
     def __call__(self, x: Activations) -> torch.Tensor:
-        return self.weight.apply(x, self.bias)
+        return _add_lora(self.weight.apply(x, self.bias), x, self._lora)
 
     def fused_silu_and_mul(self, x: Activations) -> torch.Tensor | None:
         """Return SwiGLU's product [..., n] of the layer's two modules, gate and up, of n outputs each, by one kernel.
 
-        ``None`` where no kernel does both, or no faster one.
+        ``None`` where no kernel does both, or no faster one, and in steps with adapters.
         """
+        if self._lora is not None and self._lora.is_active:
+            return None
         return self.weight.fused_silu_and_mul(x, self.bias)
 
     def weight_shards(self, prefix: str) -> Iterator[WeightShard]:
@@ -80,6 +90,11 @@ class ColumnParallelLinear:
                 name = f"{prefix}{module.name}.bias"
                 yield WeightShard(name, (module.total,), 0, module.start, module.stop, target)
 
+    def lora_layers(self, prefix: str) -> Iterator[tuple[str, LoraLayer]]:
+        """Yield the layer's LoRA matrices with the ``prefix`` of its modules' names; none if adapters are not served."""
+        if self._lora is not None:
+            yield prefix, self._lora
+
 
 class RowParallelLinear:
     """[T, this rank's inputs] -> [T, outputs]: with more than one rank a partial sum; the bias is added after the sum.
@@ -94,19 +109,24 @@ class RowParallelLinear:
         self._shape = (outputs, inputs)
         self.weight = make_weight(outputs, self._inputs.stop - self._inputs.start, context)
         self.bias = context.empty(outputs) if bias else None
+        local_inputs = slice(self._inputs.start, self._inputs.stop)
+        module = LoraModule(name, outputs, inputs, slice(0, outputs), local_inputs)
+        self._lora = _make_lora_layer([module], context)
 
     def __call__(self, x: Activations) -> LayerOutput:
+        lora = self._lora
         if self._group.tp_size == 1:
-            return self.weight.apply(x, self.bias)
+            return _add_lora(self.weight.apply(x, self.bias), x, lora)
         matrix = self.weight.unquantized
         if (
             matrix is not None
             and self.bias is None
+            and not (lora is not None and lora.is_active)
             and isinstance(x, torch.Tensor)
             and self._group.can_fuse_linear(x, matrix)
         ):
             return PartialProduct(x, matrix, self._group)
-        return PartialSum(self.weight.apply(x), self._group, self.bias)
+        return PartialSum(_add_lora(self.weight.apply(x), x, lora), self._group, self.bias)
 
     def weight_shards(self, prefix: str) -> Iterator[WeightShard]:
         """Yield the shards of the checkpoint's tensors that fill this layer."""
@@ -115,3 +135,23 @@ class RowParallelLinear:
         yield from self.weight.weight_shards([part])
         if self.bias is not None:
             yield replicated_weight(f"{prefix}{self._name}.bias", self.bias)
+
+    def lora_layers(self, prefix: str) -> Iterator[tuple[str, LoraLayer]]:
+        """Yield the layer's LoRA matrices with the ``prefix`` of its module's name; none if adapters are not served."""
+        if self._lora is not None:
+            yield prefix, self._lora
+
+
+def _make_lora_layer(modules: Sequence[LoraModule], context: LayerContext) -> LoraLayer | None:
+    """Allocate the LoRA matrices of a layer, in the model's dtype; None if adapters are not served."""
+    if context.lora is None:
+        return None
+    return LoraLayer(modules, context.lora, context.dtype, context.device)
+
+
+def _add_lora(out: torch.Tensor, x: Activations, lora: LoraLayer | None) -> torch.Tensor:
+    """Add the adapters' products of ``x`` to ``out`` in place, and return it; norms quantize nothing in such steps."""
+    if lora is not None and lora.is_active:
+        assert isinstance(x, torch.Tensor)
+        lora.add(out, x)
+    return out

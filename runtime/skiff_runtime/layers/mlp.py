@@ -9,6 +9,7 @@ from skiff_runtime.kernels.activation import silu_and_mul
 from skiff_runtime.kernels.fp8 import Activations
 from skiff_runtime.layers.activation_quantizer import make_activation_quantizer
 from skiff_runtime.layers.linear import ColumnParallelLinear, RowParallelLinear, shard_evenly
+from skiff_runtime.layers.lora import LoraLayer
 from skiff_runtime.layers.norm import QuantizingRMSNorm
 from skiff_runtime.layers.partial_sum import LayerOutput
 from skiff_runtime.layers.sharding import LayerContext, WeightShard
@@ -44,6 +45,10 @@ class MLP(ABC):
     def weight_shards(self, prefix: str) -> Iterator[WeightShard]:
         """Yield the shards of the checkpoint's tensors that fill this block; their names begin with ``prefix``."""
 
+    def lora_layers(self, prefix: str) -> Iterator[tuple[str, LoraLayer]]:
+        """Yield the LoRA matrices of the block's linear layers, with the prefix of their modules' names; experts have none."""
+        yield from ()
+
 
 class GatedMLP(MLP):
     """[T, hidden] -> [T, hidden]: down(silu(gate(x)) * up(x)), gate and up in one matrix (Shazeer, 2020)."""
@@ -56,6 +61,7 @@ class GatedMLP(MLP):
         self.input_context = up
         modules = [shard_evenly(name, intermediate_size, context) for name in ("gate_proj", "up_proj")]
         self._quantizer = make_activation_quantizer(down)
+        self._lora = context.lora
         self._gate_up_proj = ColumnParallelLinear(hidden_size, modules, bias=bias, context=up)
         self._down_proj = RowParallelLinear(
             "down_proj", intermediate_size, hidden_size, bias=bias, context=down
@@ -70,7 +76,10 @@ class GatedMLP(MLP):
         if product is not None:
             return self._down_proj(product if self._quantizer is None else self._quantizer.quantize(product))
         gate_up = self._gate_up_proj(x)
-        if self._quantizer is not None:  # by the same kernel that applies the activation
+        has_adapters = (
+            self._lora is not None and self._lora.mapping is not None
+        )  # LoRA reads the product unquantized
+        if self._quantizer is not None and not has_adapters:  # by the same kernel that applies the activation
             return self._down_proj(self._quantizer.silu_and_mul(gate_up))
         return self._down_proj(silu_and_mul(gate_up))
 
@@ -78,3 +87,7 @@ class GatedMLP(MLP):
         """Yield the shards of the checkpoint's tensors that fill this block."""
         yield from self._gate_up_proj.weight_shards(prefix)
         yield from self._down_proj.weight_shards(prefix)
+
+    def lora_layers(self, prefix: str) -> Iterator[tuple[str, LoraLayer]]:
+        yield from self._gate_up_proj.lora_layers(prefix)
+        yield from self._down_proj.lora_layers(prefix)

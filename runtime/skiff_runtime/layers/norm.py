@@ -6,7 +6,7 @@ import torch
 
 from skiff_runtime.kernels.fp8 import Activations
 from skiff_runtime.kernels.rms_norm import add_rms_norm, rms_norm
-from skiff_runtime.layers.activation_quantizer import make_activation_quantizer
+from skiff_runtime.layers.activation_quantizer import ActivationQuantizer, make_activation_quantizer
 from skiff_runtime.layers.partial_sum import LayerOutput, PartialProduct, PartialSum, reduce_output
 from skiff_runtime.layers.sharding import LayerContext, WeightShard, replicated_weight
 
@@ -28,16 +28,24 @@ class RMSNorm:
 
 
 class QuantizingRMSNorm:
-    """RMSNorm before linear layers; quantizes its output as their matrices need it."""
+    """RMSNorm before linear layers; quantizes its output as their matrices need it.
+
+    In a step with adapters it does not: LoRA reads the activations as they are, and the matrices quantize them.
+    """
 
     def __init__(self, size: int, eps: float, context: LayerContext) -> None:
         self.weight = context.empty(size)
         self.eps = eps
-        self._quantizer = make_activation_quantizer(context)
+        self._own_quantizer = make_activation_quantizer(context)
+        self._lora = context.lora
+
+    @property
+    def _quantizer(self) -> ActivationQuantizer | None:
+        return None if self._lora is not None and self._lora.mapping is not None else self._own_quantizer
 
     def __call__(self, x: torch.Tensor) -> Activations:
-        normed = rms_norm(x, self.weight, self.eps)
-        return normed if self._quantizer is None else self._quantizer.quantize(normed)
+        normed, quantizer = rms_norm(x, self.weight, self.eps), self._quantizer
+        return normed if quantizer is None else quantizer.quantize(normed)
 
     def add_and_normalize(
         self, x: LayerOutput, residual: torch.Tensor, next_matrix: torch.Tensor | None = None
@@ -46,21 +54,20 @@ class QuantizingRMSNorm:
 
         ``next_matrix``, which the result is multiplied with, may be prefetched.
         """
+        quantizer = self._quantizer
         if isinstance(x, PartialProduct):
-            if self._quantizer is None:
+            if quantizer is None:
                 return x.group.linear_all_reduce_add_rms_norm(
                     x.x, x.matrix, residual, self.weight, self.eps, next_matrix
                 )
             x = x.multiply()
         if isinstance(x, PartialSum) and x.bias is None:
-            if self._quantizer is not None:
-                return self._quantizer.all_reduce_add_rms_norm(
-                    x.group, x.part, residual, self.weight, self.eps
-                )
+            if quantizer is not None:
+                return quantizer.all_reduce_add_rms_norm(x.group, x.part, residual, self.weight, self.eps)
             return x.group.all_reduce_add_rms_norm(x.part, residual, self.weight, self.eps)
         output = reduce_output(x)
-        if self._quantizer is not None:
-            return self._quantizer.add_rms_norm(output, residual, self.weight, self.eps)
+        if quantizer is not None:
+            return quantizer.add_rms_norm(output, residual, self.weight, self.eps)
         return add_rms_norm(output, residual, self.weight, self.eps)
 
     def weight_shards(self, name: str) -> Iterator[WeightShard]:

@@ -8,6 +8,7 @@ import torch
 
 from skiff_runtime.config import QuantizationOption
 from skiff_runtime.distributed.tensor_parallel import TensorParallelGroup
+from skiff_runtime.layers.lora import LoraState
 from skiff_runtime.layers.projections import Projection, UnquantizedProjections
 from skiff_runtime.layers.weight_format import WeightFormat, choose_weight_format
 
@@ -19,7 +20,8 @@ class LayerContext:
     ``quantization`` holds for the matrices of linear layers, except for the projections in ``unquantized``. Where
     there is one, ``activation_scale_ub`` bounds the largest magnitude from which an activation's scale is computed.
     ``stored_format`` is that of a quantized checkpoint; without one, weights are quantized at load.
-    With ``expert_parallel`` a rank holds some of the experts of a mixture, otherwise some columns of each.
+    With ``expert_parallel`` a rank holds some of the experts of a mixture, otherwise some columns of each. ``lora``: None if
+    adapters are not served.
     """
 
     dtype: torch.dtype
@@ -30,6 +32,7 @@ class LayerContext:
     unquantized: UnquantizedProjections = ()
     stored_format: WeightFormat | None = None
     expert_parallel: bool = False
+    lora: LoraState | None = None
 
     @property
     def weight_format(self) -> WeightFormat | None:
@@ -43,6 +46,11 @@ class LayerContext:
     def without_quantization(self) -> "LayerContext":
         """Return the context of a matrix, and of its input, that is in the model's dtype in any case."""
         return replace(self, quantization="none")
+
+    def on_meta_device(self) -> "LayerContext":
+        """Return the context of the same layers without memory."""
+        lora = None if self.lora is None else self.lora.on_meta_device()
+        return replace(self, device=torch.device("meta"), lora=lora)
 
     def empty(self, *shape: int) -> torch.Tensor:
         """Allocate an uninitialized weight."""

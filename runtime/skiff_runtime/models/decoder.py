@@ -8,6 +8,7 @@ import torch
 from skiff_runtime.attention.base import AttentionBackend
 from skiff_runtime.layers.attention import Attention, AttentionHeads
 from skiff_runtime.layers.embedding import OutputHead, VocabParallelEmbedding
+from skiff_runtime.layers.lora import LoraLayer
 from skiff_runtime.layers.mlp import MLP, GatedMLP
 from skiff_runtime.layers.moe import SparseMoeBlock
 from skiff_runtime.layers.norm import QuantizingRMSNorm, RMSNorm
@@ -59,6 +60,11 @@ class DecoderLayer:
         yield from self._mlp.weight_shards(f"{prefix}{self._mlp.name}.")
         yield from self._input_norm.weight_shards(f"{prefix}input_layernorm")
         yield from self._post_attention_norm.weight_shards(f"{prefix}post_attention_layernorm")
+
+    def lora_layers(self, prefix: str) -> Iterator[tuple[str, LoraLayer]]:
+        """Yield the LoRA matrices of the linear layers, with the prefix of their modules' names."""
+        yield from self._attention.lora_layers(f"{prefix}self_attn.")
+        yield from self._mlp.lora_layers(f"{prefix}{self._mlp.name}.")
 
 
 class DecoderModel(ABC):
@@ -141,6 +147,12 @@ class DecoderModel(ABC):
         if self._head_weight is not self._embedding:
             yield from self._head_weight.weight_shards("lm_head.weight")
 
+    def lora_layers(self) -> Iterator[tuple[str, LoraLayer]]:
+        """Yield the LoRA matrices of all linear layers, with the prefix of their modules' names; none without LoRA."""
+        for number, layer in enumerate(self._layers):
+            yield from layer.lora_layers(f"model.layers.{number}.")
+
     def weight_bytes(self) -> int:
-        """Return the bytes of all weights of this rank's model, which may be on the meta device."""
-        return sum(shard.nbytes for shard in self.weight_shards())
+        """Return the bytes of all weights of this rank's model, LoRA slots included; it may be on the meta device."""
+        slots = sum(layer.nbytes for _, layer in self.lora_layers())
+        return slots + sum(shard.nbytes for shard in self.weight_shards())

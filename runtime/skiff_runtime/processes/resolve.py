@@ -33,6 +33,9 @@ RANK_HEARTBEAT_SECONDS: Final = {"cpu": 60.0, "cuda": 10.0}
 """Default of ``--rank-heartbeat-timeout-seconds`` by device: on a CPU a rank's main loop shares the cores with its engine
 and with the other ranks."""
 
+CPU_LORAS_PER_SLOT: Final = 4
+"""Default of ``--max-cpu-loras``, for each of ``--max-loras``."""
+
 
 def resolve(config: Config) -> tuple[Config, ModelConfig]:
     """Find the model, and derive every field of ``config`` that is left open.
@@ -75,6 +78,8 @@ def resolve(config: Config) -> tuple[Config, ModelConfig]:
         rank_heartbeat_timeout_seconds=config.rank_heartbeat_timeout_seconds
         or RANK_HEARTBEAT_SECONDS[device],
         watchdog_timeout=config.watchdog_timeout or WATCHDOG_SECONDS[device],
+        enable_lora=config.enable_lora or bool(config.lora),
+        max_cpu_loras=config.max_cpu_loras or CPU_LORAS_PER_SLOT * config.max_loras,
     )
     return resolved, model
 

@@ -5,7 +5,7 @@ the same messages in the same order, and plan the same steps without further coo
 """
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -15,11 +15,13 @@ from skiff_runtime.attention.selector import import_ahead
 from skiff_runtime.config import Config
 from skiff_runtime.distributed.tensor_parallel import TensorParallelGroup
 from skiff_runtime.engine.engine import Engine
-from skiff_runtime.errors import SkiffError
+from skiff_runtime.errors import ConfigError, SkiffError
 from skiff_runtime.kernels import kernel_cache
 from skiff_runtime.messages import (
+    AdapterRead,
     CompiledGrammar,
     GenerateRequest,
+    LoadAdapter,
     ProfileSteps,
     RankInputs,
     Shutdown,
@@ -32,14 +34,15 @@ from skiff_runtime.messages.transport import Endpoints, Receiver, Sender
 from skiff_runtime.processes.child_process import Child
 from skiff_runtime.scheduler.channel import Channel, SchedulerInput
 from skiff_runtime.scheduler.scheduler import Scheduler
+from skiff_runtime.worker.adapter_reader import AdapterReader, AdapterRegistry
 from skiff_runtime.worker.grammar_gate import GrammarGate, LoadGrammar
 from skiff_runtime.worker.step_profiler import StepProfiler
 from skiff_runtime.worker.step_watchdog import StepWatchdog
 
 IDLE_POLL_SECONDS: Final = 0.2
 """Most time that an idle rank 0 waits for a message before its next turn, in which it beats or stops."""
-GRAMMAR_POLL_SECONDS: Final = 0.002
-"""The same while a request waits until its grammar is loaded."""
+LOADING_POLL_SECONDS: Final = 0.002
+"""The same while a grammar or an adapter is being read for a request."""
 MAX_MESSAGES_PER_TURN: Final = 256
 """Most messages handled in one turn, so that a flood of them does not stall the running batch."""
 COLLECTIVE_MARGIN_SECONDS: Final = 60.0
@@ -65,9 +68,11 @@ class LeaderChannel(Channel):
         should_stop: Callable[[], bool],
         profiler: StepProfiler,
         read: LoadGrammar,
+        adapters: AdapterReader | None = None,
     ) -> None:
         self._inbox = inbox
         self._profiler = profiler
+        self._adapters = adapters
         self._gate = GrammarGate(read)
         self._detokenizer = Sender(endpoints.detokenizer)
         self._followers = [Sender(endpoints.rank(rank)) for rank in range(1, tp_size)]
@@ -80,9 +85,11 @@ class LeaderChannel(Channel):
         """
         self._profiler.before_turn(idle=wait)
         if wait:
-            self._inbox.socket.poll(int((GRAMMAR_POLL_SECONDS if self._gate else IDLE_POLL_SECONDS) * 1000))
+            is_loading = self._gate or (self._adapters is not None and self._adapters.is_reading)
+            self._inbox.socket.poll(int((LOADING_POLL_SECONDS if is_loading else IDLE_POLL_SECONDS) * 1000))
         arrived = self._drain_inbox()
-        items: list[SchedulerInput] = [*self._gate.admit(arrived)]
+        items: list[SchedulerInput] = [] if self._adapters is None else [*self._adapters.take_ended()]
+        items += self._gate.admit(arrived)
         if self._should_stop():
             items.append(Shutdown())
         if self._followers:
@@ -117,10 +124,18 @@ class LeaderChannel(Channel):
 class FollowerChannel(Channel):
     """Any other rank's channel: it receives what rank 0 received, and sends nothing."""
 
-    def __init__(self, inbox: Receiver[RankInputs], *, beat: Callable[[], None], read: LoadGrammar) -> None:
+    def __init__(
+        self,
+        inbox: Receiver[RankInputs],
+        *,
+        beat: Callable[[], None],
+        read: LoadGrammar,
+        adapters: AdapterReader | None = None,
+    ) -> None:
         self._inbox = inbox
         self._beat = beat
         self._read = read
+        self._adapters = adapters
 
     def receive(self, *, wait: bool, checksum: int) -> list[SchedulerInput]:
         """Return rank 0's messages of this turn. Raises ``LockstepError`` if rank 0 planned other steps."""
@@ -132,6 +147,10 @@ class FollowerChannel(Channel):
             )
         for grammar in inbox.grammars:
             self._read(grammar)
+        for item in inbox.items:
+            if isinstance(item, AdapterRead):
+                assert self._adapters is not None
+                self._adapters.settle(item, self._beat)
         return list(inbox.items)
 
     def send(self, batch: TokenBatch) -> None:
@@ -162,10 +181,19 @@ def run(child: Child) -> None:
     )
     gc.freeze()  # else each garbage collection of the memory profile would scan torch's objects, for 0.1 s
     engine = Engine(config, model, group, on_phase=child.report_phase)
+    adapters = _make_adapter_reader(engine) if config.enable_lora else None
     engine.warmup(defer_captures=not config.disable_deferred_graph_capture)
-    _serve(child, engine, connect(engine, profiler), profiler)
+    _serve(child, engine, connect(engine, profiler, adapters), profiler, adapters)
+    if adapters is not None:
+        adapters.close()
     engine.close()
     group.close()
+
+
+def _make_adapter_reader(engine: object) -> AdapterReader:
+    if not isinstance(engine, AdapterRegistry):
+        raise ConfigError("--enable-lora: this engine has no LoRA adapters; omit the option")
+    return AdapterReader(engine)
 
 
 def _collective_timeout(config: Config) -> float:
@@ -174,26 +202,36 @@ def _collective_timeout(config: Config) -> float:
     return max(config.startup_timeout_seconds, config.watchdog_timeout) + COLLECTIVE_MARGIN_SECONDS
 
 
-def _bind(child: Child) -> Callable[[Engine, StepProfiler], Channel]:
+def _bind(child: Child) -> Callable[[Engine, StepProfiler, AdapterReader | None], Channel]:
     """Bind the rank's socket at once, so that senders can connect; return how to make the channel of an engine."""
     endpoints = child.endpoints
     if child.index == 0:
         leader: LeaderInbox = Receiver(endpoints.rank(0), ToLeader)
-        return lambda engine, profiler: LeaderChannel(
+        return lambda engine, profiler, adapters: LeaderChannel(
             leader,
             endpoints,
             child.launch.config.tp_size,
             should_stop=lambda: child.should_stop,
             profiler=profiler,
             read=engine.load_grammar,
+            adapters=adapters,
         )
     inbox: Receiver[RankInputs] = Receiver(endpoints.rank(child.index), RankInputs)
-    return lambda engine, _: FollowerChannel(inbox, beat=child.beat, read=engine.load_grammar)
+    return lambda engine, _, adapters: FollowerChannel(
+        inbox, beat=child.beat, read=engine.load_grammar, adapters=adapters
+    )
 
 
-def _serve(child: Child, engine: Engine, channel: Channel, profiler: StepProfiler) -> None:
+def _serve(
+    child: Child, engine: Engine, channel: Channel, profiler: StepProfiler, adapters: AdapterReader | None
+) -> None:
     config = child.launch.config
     assert config.watchdog_timeout is not None
+    start_adapters = child.launch.adapters
+    faults: Mapping[int, str] = {}
+    if adapters is not None:
+        assert config.max_cpu_loras is not None, "the configuration is resolved"
+        faults = adapters.preload(start_adapters, config.max_cpu_loras)
     watchdog = StepWatchdog(engine, timeout_seconds=config.watchdog_timeout, beat=child.beat)
     scheduler = Scheduler(
         config,
@@ -202,6 +240,9 @@ def _serve(child: Child, engine: Engine, channel: Channel, profiler: StepProfile
         engine=profiler.wrap(watchdog),
         channel=channel,
         num_deferred_graphs=engine.num_deferred_graphs,
+        adapter_store=adapters,
+        adapters=[LoadAdapter(0, each.adapter_id, each.name, each.path) for each in start_adapters],
+        adapter_faults=faults,
     )
     child.report_phase("ready")
     child.report_ready(kv_tokens=engine.num_pages * config.page_size)

@@ -72,6 +72,25 @@ def test_insert_copies_tokens_and_pages() -> None:
     assert matched(cache, 1, 2) == [5, 6]
 
 
+def test_discard_removes_the_unlocked_sequences_of_a_salt_alone() -> None:
+    cache = RadixCache(1)
+    for first, salt in enumerate((b"", b"one", b"one more", b"two")):
+        insert(cache, ints(1, 2), ints(2 * first, 2 * first + 1), salt=salt)
+    locked = cache.match(ints(1), salt=b"one more").handle
+    cache.lock(locked)
+    assert sorted(cache.discard(b"one").tolist()) == [2, 3, 5]
+    assert [len(matched(cache, 1, 2, salt=salt)) for salt in (b"", b"one", b"one more", b"two")] == [
+        2,
+        0,
+        1,
+        2,
+    ]
+    cache.unlock(locked)
+    assert cache.discard(b"one").tolist() == [4]
+    assert cache.discard(b"three").tolist() == []
+    cache.check()
+
+
 def test_sequences_of_different_salts_do_not_share_pages() -> None:
     cache = RadixCache(page_size=1)
     insert(cache, ints(1, 2), ints(0, 1))

@@ -69,6 +69,7 @@ UNMEASURED = {
     "single_row_max_block",
     *(f"shared_prefix.{field.name}" for field in fields(SharedPrefixTuning)),
     *(f"prefill_choice.{field.name}" for field in fields(PrefillChoiceTuning)),
+    *(f"lora.rules.{index}" for index in range(len(DEFAULT.lora.rules))),
     *(f"all_reduce.{index}" for index in range(len(DEFAULT.all_reduce))),
     *(f"gemv_all_reduce.{field.name}" for field in fields(GemvAllReduceTuning)),
 }

@@ -112,9 +112,41 @@ def moe_align_block_size_kernel(
     CHUNK               pairs of one loop iteration
     """
     launch_dependents(PDL)
+    wait_for_dependencies(PDL)
+    align_block_size(
+        topk_ids,
+        counts,
+        pair_ids,
+        expert_ids,
+        num_blocks,
+        pairs,
+        first_expert,
+        EXPERTS,
+        EXPERTS_BLOCK,
+        ROWS,
+        CHUNK,
+        HAS_COUNTS,
+    )
+
+
+@triton.jit
+def align_block_size(
+    topk_ids: tl.tensor,
+    counts: tl.tensor,
+    pair_ids: tl.tensor,
+    expert_ids: tl.tensor,
+    num_blocks: tl.tensor,
+    pairs: tl.tensor,
+    first_expert: tl.tensor,
+    EXPERTS: tl.constexpr,
+    EXPERTS_BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    HAS_COUNTS: tl.constexpr,
+) -> None:
+    """Do what ``moe_align_block_size_kernel`` does, in a kernel of which a program is an expert."""
     own = tl.program_id(0)
     expert = tl.arange(0, EXPERTS_BLOCK)
-    wait_for_dependencies(PDL)
     total = tl.zeros((EXPERTS_BLOCK,), tl.int32)
     if HAS_COUNTS:
         chunks = (pairs + CHUNK - 1) // CHUNK

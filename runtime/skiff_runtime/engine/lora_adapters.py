@@ -1,0 +1,50 @@
+"""LoRA adapters of an engine: their copies in host memory, from which the plans of steps fill the LoRA slots."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from threading import Lock
+
+import torch
+
+from skiff_runtime.layers.lora import LoraLayer, PackedLora
+from skiff_runtime.models.lora_adapter import read_adapter
+from skiff_runtime.step import LoraLoad
+
+AdapterCopy = Sequence[PackedLora | None]
+"""One rank's shards of an adapter, parallel to the model's LoRA layers."""
+
+
+class LoraAdapters:
+    """Host copies by adapter id. The scheduler bounds their number (``--max-cpu-loras``)."""
+
+    def __init__(
+        self, layers: Sequence[tuple[str, LoraLayer]], *, max_rank: int, base_names: frozenset[str]
+    ) -> None:
+        self._layers = list(layers)
+        self._max_rank = max_rank
+        self._base_names = base_names
+        self._copies: dict[int, AdapterCopy] = {}
+        self._lock = Lock()
+
+    def register(self, adapter_id: int, path: Path) -> None:
+        """Read and check an adapter, on any thread, while steps run. Raises ``ModelError`` if it cannot be served."""
+        copy = read_adapter(path, self._layers, max_rank=self._max_rank, base_names=self._base_names)
+        with self._lock:
+            self._copies[adapter_id] = copy
+
+    def unregister(self, adapter_id: int) -> None:
+        """Forget an adapter; steps that were launched keep its copy until they have run."""
+        with self._lock:
+            del self._copies[adapter_id]
+
+    def find(self, loads: Sequence[LoraLoad]) -> list[tuple[int, AdapterCopy]]:
+        """Return the LoRA slots to fill, and the copies to fill them with."""
+        with self._lock:
+            return [(load.lora_slot, self._copies[load.adapter_id]) for load in loads]
+
+    @torch.inference_mode()
+    def load(self, copies: Sequence[tuple[int, AdapterCopy]]) -> None:
+        """Fill LoRA slots, on the current stream, behind the steps that read what they hold now."""
+        for slot, copy in copies:
+            for (_, layer), packed in zip(self._layers, copy, strict=True):
+                layer.load(slot, packed)

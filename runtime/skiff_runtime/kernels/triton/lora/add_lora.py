@@ -1,0 +1,480 @@
+"""LoRA's two products, A x (shrink) and B (A x) (expand), of many adapters, in one launch.
+
+The problem: both products read few bytes, so a launch for each costs more than the work (Punica and vLLM:
+``lora_shrink`` and ``lora_expand``). The second needs the whole first one, for which every program would have to read all
+of A. The idea: the programs, no more than run at a time, first compute parts of A x, pass them on as LL words
+(``ll_words``), and then take outputs of B, for which they wait. None of them waits for a program that waits.
+
+    shrink item     (row block, part, chunk of inputs): ROWS x RANK partial sums of A x
+    expand item     (row block, tile of one part's outputs): the sum of all chunks, times B, added to the output
+
+Invariant: a token's sums are taken in the order of chunks and of ranks, whichever program computes them, so a step gives
+the same bits each time.
+
+Cost: A and B are read once by each row block, and 8 bytes pass for each partial sum. Behind a base product that reads
+the same x, A x is computed while the product's last programs run (EARLY).
+"""
+
+from typing import Any, Final
+
+import torch
+import triton
+import triton.language as tl
+
+from skiff_runtime.kernels.lora import LoraMapping, LoraWeights
+from skiff_runtime.kernels.triton.lora.group_tokens import choose_tile, step_sizes
+from skiff_runtime.kernels.triton.lora.ll_words import make_mark, receive_words, store_words
+from skiff_runtime.kernels.triton.moe.moe_align_block_size import max_row_blocks
+from skiff_runtime.kernels.triton.runtime.cached_launch import launch
+from skiff_runtime.kernels.triton.runtime.dependent_launch import (
+    CACHE_LINE_BYTES,
+    launch_dependents,
+    pdl_options,
+    prefetch,
+    wait_for_dependencies,
+)
+from skiff_runtime.kernels.triton.runtime.device_properties import num_sms
+from skiff_runtime.kernels.tuning import LoraTile
+
+MAX_PARTS: Final = 3
+MAX_RANK: Final = 128
+MIN_RANK: Final = 16
+"""The fewest columns of A x that the tensor cores multiply; lower ranks are padded."""
+MIN_BLOCK: Final = 16
+"""The fewest inputs or outputs of a tile."""
+MAX_PARTIAL_SUMS: Final = 512
+"""Partial sums that a warp adds up at a time, at most: 16 of each thread."""
+WARPS_OF_SM: Final = 16
+"""Warps of all programs that run on a multiprocessor at a time: each thread then has 128 registers."""
+MAX_REGISTERS: Final = 128
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def add_lora_kernel(
+    out: tl.tensor,
+    x: tl.tensor,
+    a: tl.tensor,
+    b: tl.tensor,
+    ranks: tl.tensor,
+    block_tokens: tl.tensor,
+    block_slots: tl.tensor,
+    num_blocks: tl.tensor,
+    epoch: tl.tensor,
+    call_id: tl.tensor,
+    words: tl.tensor,
+    tokens: tl.tensor,
+    x_stride: tl.tensor,
+    out_stride: tl.tensor,
+    INPUTS: tl.constexpr,
+    PARTS: tl.constexpr,
+    FIRST_SIZE: tl.constexpr,
+    SECOND_SIZE: tl.constexpr,
+    THIRD_SIZE: tl.constexpr,
+    MAX_RANK: tl.constexpr,
+    RANK: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CHUNKS_BLOCK: tl.constexpr,
+    INPUTS_BLOCK: tl.constexpr,
+    OUTPUTS_BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+    SHRINK: tl.constexpr,
+    EXPAND: tl.constexpr,
+    EARLY: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PTX: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """Compute some shrink items, then some expand items.
+
+    Grid: (programs), at most as many as run at a time; program p takes items p, p + programs, ... of each kind, numbered
+    through both. The row blocks are read before the kernel ahead has ended: their launch does not let others start early.
+    So is x with EARLY, and A x computed; without it A is prefetched. B is prefetched in both cases.
+
+    out                 [tokens, outputs], rows ``out_stride`` apart; B (A x) is added in place
+    x                   [tokens, INPUTS], rows ``x_stride`` apart
+    a                   [slots, PARTS, MAX_RANK, INPUTS], in the type of x
+    b                   [slots, outputs, MAX_RANK], likewise
+    ranks               int32 [slots]
+    block_tokens, block_slots, num_blocks  int32, see ``RowBlocks``; ROWS tokens are a block
+    epoch, call_id      int32 [1]
+    words               int64 [blocks * PARTS * chunks * ROWS * RANK at least]
+    FIRST_SIZE, SECOND_SIZE, THIRD_SIZE  outputs of the parts, 0 of those beyond PARTS
+    RANK                MAX_RANK rounded up to a power of two, 16 at least
+    CHUNK               inputs of a shrink item, a multiple of INPUTS_BLOCK
+    CHUNKS_BLOCK        the number of chunks, rounded up to a power of two
+    INPUTS_BLOCK        inputs of one loop iteration
+    STAGES              of the loop's software pipeline, for ROWS above 1
+    SHRINK, EXPAND      whether items of this kind are computed: both, but in Triton's interpreter, whose programs run
+                        one after the other, by a launch for each
+    PTX                 False in Triton's interpreter, which runs no PTX
+    """
+    CHUNKS: tl.constexpr = (INPUTS + CHUNK - 1) // CHUNK
+    TILES: tl.constexpr = (
+        (FIRST_SIZE + OUTPUTS_BLOCK - 1) // OUTPUTS_BLOCK
+        + (SECOND_SIZE + OUTPUTS_BLOCK - 1) // OUTPUTS_BLOCK
+        + (THIRD_SIZE + OUTPUTS_BLOCK - 1) // OUTPUTS_BLOCK
+    )
+    launch_dependents(PDL)
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    used = tl.load(num_blocks, cache_modifier=".cg")
+    mark = make_mark(epoch, call_id)
+    shrink_items, expand_items = used * (PARTS * CHUNKS), used * TILES
+    # Expand items go to the programs behind the last shrink item: with few blocks to programs that have nothing else.
+    expand_program = (program + programs - shrink_items % programs) % programs
+    if expand_program < expand_items:
+        _prefetch_b(
+            b,
+            block_slots,
+            expand_program,
+            FIRST_SIZE,
+            SECOND_SIZE,
+            THIRD_SIZE,
+            MAX_RANK,
+            OUTPUTS_BLOCK,
+            TILES,
+            PDL,
+        )
+    if not EARLY:
+        if program < shrink_items:
+            _prefetch_a(a, block_slots, program, INPUTS, PARTS, MAX_RANK, CHUNK, INPUTS_BLOCK, CHUNKS, PDL)
+        wait_for_dependencies(PDL)
+    if SHRINK:
+        for turn in range(tl.cdiv(shrink_items - program, programs)):
+            _shrink(
+                x,
+                a,
+                ranks,
+                block_tokens,
+                block_slots,
+                words,
+                program + turn * programs,
+                mark,
+                tokens,
+                x_stride,
+                INPUTS,
+                PARTS,
+                MAX_RANK,
+                RANK,
+                ROWS,
+                CHUNK,
+                CHUNKS,
+                INPUTS_BLOCK,
+                STAGES,
+                PRECISION,
+                PTX,
+            )
+    if EARLY:
+        wait_for_dependencies(PDL)
+    if EXPAND:
+        for turn in range(tl.cdiv(expand_items - expand_program, programs)):
+            _expand(
+                out,
+                b,
+                ranks,
+                block_tokens,
+                block_slots,
+                words,
+                expand_program + turn * programs,
+                mark,
+                tokens,
+                out_stride,
+                PARTS,
+                FIRST_SIZE,
+                SECOND_SIZE,
+                THIRD_SIZE,
+                MAX_RANK,
+                RANK,
+                ROWS,
+                CHUNKS,
+                CHUNKS_BLOCK,
+                OUTPUTS_BLOCK,
+                TILES,
+                PRECISION,
+                PTX,
+            )
+
+
+@triton.jit
+def _shrink(
+    x: tl.tensor,
+    a: tl.tensor,
+    ranks: tl.tensor,
+    block_tokens: tl.tensor,
+    block_slots: tl.tensor,
+    words: tl.tensor,
+    item: tl.tensor,
+    mark: tl.tensor,
+    tokens: tl.tensor,
+    x_stride: tl.tensor,
+    INPUTS: tl.constexpr,
+    PARTS: tl.constexpr,
+    MAX_RANK: tl.constexpr,
+    RANK: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    INPUTS_BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PTX: tl.constexpr,
+) -> None:
+    """Compute and store the partial sums of one shrink item."""
+    block, chunk = item // (PARTS * CHUNKS), item % CHUNKS
+    part = item // CHUNKS % PARTS
+    slot = tl.load(block_slots + block, cache_modifier=".cg")
+    token = tl.load(block_tokens + block * ROWS + tl.arange(0, ROWS), cache_modifier=".cg")
+    rank = tl.load(ranks + slot)
+    if rank > 0:
+        is_token, r = token < tokens, tl.arange(0, RANK)
+        first = chunk * CHUNK
+        end = tl.minimum(first + CHUNK, INPUTS)
+        column = tl.arange(0, INPUTS_BLOCK)
+        rows = a + ((slot * PARTS + part) * MAX_RANK + r).to(tl.int64)[:, None] * INPUTS + column[None, :]
+        x_rows = x + token.to(tl.int64)[:, None] * x_stride + column[None, :]
+        is_rank = (r < rank)[:, None]
+        if ROWS == 1:
+            acc = tl.zeros((RANK, INPUTS_BLOCK), tl.float32)
+            for start in range(first, end, INPUTS_BLOCK):
+                inside = (start + column < end)[None, :]
+                # From L2: without a wait, a line of an earlier layer may still be in L1.
+                values = tl.load(x_rows + start, inside, 0.0, cache_modifier=".cg").to(tl.float32)
+                acc += tl.load(rows + start, is_rank & inside, 0.0).to(tl.float32) * values
+            partial = tl.sum(acc, 1)[None, :]
+        else:
+            partial = tl.zeros((ROWS, RANK), tl.float32)
+            for start in tl.range(first, end, INPUTS_BLOCK, num_stages=STAGES):
+                inside = (start + column < end)[None, :]
+                values = tl.load(x_rows + start, is_token[:, None] & inside, 0.0, cache_modifier=".cg")
+                weights = tl.load(rows + start, is_rank & inside, 0.0)
+                partial = tl.dot(values, tl.trans(weights), partial, input_precision=PRECISION)
+        row = tl.arange(0, ROWS)[:, None]
+        store_words(
+            words,
+            (item * ROWS + row) * RANK + r[None, :],
+            partial,
+            mark,
+            (is_token[:, None] & (r < rank)[None, :]),
+            PTX,
+        )
+
+
+@triton.jit
+def _expand(
+    out: tl.tensor,
+    b: tl.tensor,
+    ranks: tl.tensor,
+    block_tokens: tl.tensor,
+    block_slots: tl.tensor,
+    words: tl.tensor,
+    item: tl.tensor,
+    mark: tl.tensor,
+    tokens: tl.tensor,
+    out_stride: tl.tensor,
+    PARTS: tl.constexpr,
+    FIRST_SIZE: tl.constexpr,
+    SECOND_SIZE: tl.constexpr,
+    THIRD_SIZE: tl.constexpr,
+    MAX_RANK: tl.constexpr,
+    RANK: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CHUNKS_BLOCK: tl.constexpr,
+    OUTPUTS_BLOCK: tl.constexpr,
+    TILES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PTX: tl.constexpr,
+) -> None:
+    """Add one tile of B (A x) to the output."""
+    OUTPUTS: tl.constexpr = FIRST_SIZE + SECOND_SIZE + THIRD_SIZE
+    block = item // TILES
+    slot = tl.load(block_slots + block, cache_modifier=".cg")
+    token = tl.load(block_tokens + block * ROWS + tl.arange(0, ROWS), cache_modifier=".cg")
+    rank = tl.load(ranks + slot)
+    if rank > 0:
+        is_token, r = (token < tokens)[:, None], tl.arange(0, RANK)[None, :]
+        part, first, end = _locate_tile(item % TILES, FIRST_SIZE, SECOND_SIZE, THIRD_SIZE, OUTPUTS_BLOCK)
+        output = first + tl.arange(0, OUTPUTS_BLOCK)
+        is_output = output < end
+        rows = b + (slot.to(tl.int64) * OUTPUTS + output)[:, None] * MAX_RANK + r
+        # In whole vectors of 16 bytes; what is read behind the rank is multiplied by 0.
+        is_read = r < MAX_RANK if MAX_RANK < 32 else r < (rank + 15) // 16 * 16
+        weights = tl.load(rows, is_output[:, None] & is_read, 0.0)
+        target = out + token.to(tl.int64)[:, None] * out_stride + output[None, :]
+        inside = is_token & is_output[None, :]
+        base = tl.load(target, inside, 0.0)
+        chunk, row = tl.arange(0, CHUNKS_BLOCK)[:, None, None], tl.arange(0, ROWS)[None, :, None]
+        index = (((block * PARTS + part) * CHUNKS + chunk) * ROWS + row) * RANK + r[None, :, :]
+        active = (chunk < CHUNKS) & is_token[None, :, :] & (r < rank)[None, :, :]
+        inner = tl.sum(receive_words(words, index, mark, active, PTX), 0).to(b.dtype.element_ty)
+        if ROWS == 1:
+            added = tl.sum(weights.to(tl.float32) * inner.to(tl.float32), 1)[None, :]
+        else:
+            added = tl.dot(inner, tl.trans(weights), input_precision=PRECISION)
+        tl.store(target, (base.to(tl.float32) + added).to(out.dtype.element_ty), inside)
+
+
+@triton.jit
+def _locate_tile(
+    tile: tl.tensor,
+    FIRST_SIZE: tl.constexpr,
+    SECOND_SIZE: tl.constexpr,
+    THIRD_SIZE: tl.constexpr,
+    OUTPUTS_BLOCK: tl.constexpr,
+) -> tl.tensor:
+    """Return (the part of a tile, its first output, the end of the part's outputs); no tile is of two parts."""
+    first_tiles: tl.constexpr = (FIRST_SIZE + OUTPUTS_BLOCK - 1) // OUTPUTS_BLOCK
+    second_tiles: tl.constexpr = (SECOND_SIZE + OUTPUTS_BLOCK - 1) // OUTPUTS_BLOCK
+    part = (tile >= first_tiles).to(tl.int32) + (tile >= first_tiles + second_tiles).to(tl.int32)
+    part_tile = tl.where(
+        part == 0, tile, tl.where(part == 1, tile - first_tiles, tile - first_tiles - second_tiles)
+    )
+    part_first = tl.where(part == 0, 0, tl.where(part == 1, FIRST_SIZE, FIRST_SIZE + SECOND_SIZE))
+    size = tl.where(part == 0, FIRST_SIZE, tl.where(part == 1, SECOND_SIZE, THIRD_SIZE))
+    return part, part_first + part_tile * OUTPUTS_BLOCK, part_first + size
+
+
+@triton.jit
+def _prefetch_a(
+    a: tl.tensor,
+    block_slots: tl.tensor,
+    item: tl.tensor,
+    INPUTS: tl.constexpr,
+    PARTS: tl.constexpr,
+    MAX_RANK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    INPUTS_BLOCK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """Prefetch A of a shrink item's first INPUTS_BLOCK inputs into the L2 cache, up to 16 of its rows."""
+    LINE: tl.constexpr = CACHE_LINE_BYTES * 8 // a.dtype.element_ty.primitive_bitwidth
+    LINES: tl.constexpr = (INPUTS_BLOCK + LINE - 1) // LINE
+    slot = tl.load(block_slots + item // (PARTS * CHUNKS), cache_modifier=".cg")
+    r = tl.minimum(tl.arange(0, 16), MAX_RANK - 1)
+    row = (slot * PARTS + item // CHUNKS % PARTS) * MAX_RANK + r
+    column = tl.minimum(item % CHUNKS * CHUNK + tl.arange(0, LINES) * LINE, INPUTS - 1)
+    prefetch(a + row.to(tl.int64)[:, None] * INPUTS + column[None, :], PDL)
+
+
+@triton.jit
+def _prefetch_b(
+    b: tl.tensor,
+    block_slots: tl.tensor,
+    item: tl.tensor,
+    FIRST_SIZE: tl.constexpr,
+    SECOND_SIZE: tl.constexpr,
+    THIRD_SIZE: tl.constexpr,
+    MAX_RANK: tl.constexpr,
+    OUTPUTS_BLOCK: tl.constexpr,
+    TILES: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """Prefetch B of an expand item into the L2 cache."""
+    LINE: tl.constexpr = CACHE_LINE_BYTES * 8 // b.dtype.element_ty.primitive_bitwidth
+    LINES: tl.constexpr = (OUTPUTS_BLOCK * MAX_RANK + LINE - 1) // LINE
+    OUTPUTS: tl.constexpr = FIRST_SIZE + SECOND_SIZE + THIRD_SIZE
+    slot = tl.load(block_slots + item // TILES, cache_modifier=".cg")
+    _, first, end = _locate_tile(item % TILES, FIRST_SIZE, SECOND_SIZE, THIRD_SIZE, OUTPUTS_BLOCK)
+    number = first * MAX_RANK + tl.arange(0, triton.next_power_of_2(LINES)) * LINE
+    number = tl.minimum(number, end * MAX_RANK - 1)
+    prefetch(b + slot.to(tl.int64) * (OUTPUTS * MAX_RANK) + number, PDL)
+
+
+def count_words(max_tokens: int, max_loras: int, max_rank: int, device: torch.device) -> int:
+    """Return the LL words that steps of up to ``max_tokens`` tokens need, whatever their layers' inputs."""
+    most, rank = 0, padded_rank(max_rank)
+    for tokens in step_sizes(max_tokens, device):
+        tile = choose_tile(tokens, device)
+        blocks = max_row_blocks(tokens, max_loras, tile.rows)
+        most = max(most, blocks * MAX_PARTS * max_chunks(tile, rank) * tile.rows * rank)
+    return most
+
+
+def padded_rank(max_rank: int) -> int:
+    """Return the columns of A x in a tile. Raises ``ValueError`` for ranks that the kernel does not support."""
+    if not 1 <= max_rank <= MAX_RANK:
+        raise ValueError(f"the kernels support LoRA ranks of 1 to {MAX_RANK}, not {max_rank}")
+    return max(MIN_RANK, 1 << (max_rank - 1).bit_length())
+
+
+def max_chunks(tile: LoraTile, rank: int) -> int:
+    """Return the most chunks of which a program adds up the partial sums."""
+    return max(1, MAX_PARTIAL_SUMS * tile.warps // (tile.rows * rank))
+
+
+def choose_chunk(tile: LoraTile, inputs: int, rank: int) -> int:
+    """Return the inputs of a chunk, a multiple of ``tile_inputs``."""
+    least, block = max(tile.chunk, -(-inputs // max_chunks(tile, rank))), tile_inputs(tile, rank)
+    return -(-least // block) * block
+
+
+def tile_inputs(tile: LoraTile, rank: int) -> int:
+    """Return the inputs of one loop iteration: fewer of higher ranks where the rows of A are added up in registers."""
+    return max(MIN_BLOCK, tile.inputs * MIN_RANK // rank) if tile.rows == 1 else tile.inputs
+
+
+def tile_outputs(tile: LoraTile, rank: int) -> int:
+    """Return the outputs of an expand item: fewer of higher ranks, so that B takes as many registers."""
+    return max(MIN_BLOCK, tile.outputs * MIN_RANK // rank)
+
+
+def max_programs(tile: LoraTile, device: torch.device) -> int:
+    """Return the number of programs that certainly run at a time."""
+    return num_sms(device) * (WARPS_OF_SM // tile.warps)
+
+
+def add_lora(
+    out: torch.Tensor, x: torch.Tensor, weights: LoraWeights, mapping: LoraMapping, *, x_is_complete: bool
+) -> None:
+    """Do what ``kernels.lora.add_lora`` does."""
+    blocks = mapping.blocks
+    assert blocks is not None and out.stride(1) == x.stride(1) == 1
+    (tokens, inputs), device, parts = x.shape, x.device, len(weights.part_sizes)
+    max_rank = weights.a.shape[2]
+    rank, tile = padded_rank(max_rank), choose_tile(tokens, device)
+    chunk = choose_chunk(tile, inputs, rank)
+    chunks = triton.cdiv(inputs, chunk)
+    most = len(blocks.block_slots)
+    assert tile.rows == blocks.rows and most * parts * chunks * tile.rows * rank <= len(blocks.memory.words)
+    outputs, inputs_block = tile_outputs(tile, rank), tile_inputs(tile, rank)
+    tiles = sum(triton.cdiv(size, outputs) for size in weights.part_sizes)
+    sizes = dict(zip(("FIRST_SIZE", "SECOND_SIZE", "THIRD_SIZE"), (*weights.part_sizes, 0, 0), strict=False))
+    programs = min(most * (parts * chunks + tiles), max_programs(tile, device))
+    options: dict[str, Any] = {
+        "INPUTS": inputs,
+        "PARTS": parts,
+        **sizes,
+        "MAX_RANK": max_rank,
+        "RANK": rank,
+        "ROWS": tile.rows,
+        "CHUNK": chunk,
+        "CHUNKS_BLOCK": triton.next_power_of_2(chunks),
+        "INPUTS_BLOCK": inputs_block,
+        "OUTPUTS_BLOCK": outputs,
+        "STAGES": tile.stages,
+        "EARLY": x_is_complete,
+        "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
+        "PTX": device.type == "cuda",
+        "num_warps": tile.warps,
+        **pdl_options(device),
+    }
+    tensors = (
+        *(out, x, weights.a, weights.b, weights.ranks),
+        *(blocks.block_tokens, blocks.block_slots, blocks.num_blocks),
+        *(blocks.memory.epoch, weights.call_id, blocks.memory.words),
+    )
+    numbers = (tokens, x.stride(0), out.stride(0))
+    if device.type == "cuda":
+        options["maxnreg"] = MAX_REGISTERS
+        phases = [(True, True)]
+    else:
+        phases = [(True, False), (False, True)]
+    for shrink, expand in phases:
+        launch(
+            add_lora_kernel,
+            (programs, 1, 1),
+            tensors,
+            numbers,
+            **{**options, "SHRINK": shrink, "EXPAND": expand},
+        )

@@ -1,0 +1,142 @@
+"""LoRA of linear layers (Hu et al., 2021): the low-rank matrices of the adapters in LoRA slots, sharded as the layers are.
+
+A column-parallel layer holds its outputs of B and the whole of A. A row-parallel one holds its inputs of A and the whole of
+B, and adds B (A x) of its inputs to its part of the sum, so the layer's all-reduce completes both. A step without adapters
+has no mapping, and its layers launch what they launch without LoRA.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from skiff_runtime.kernels.lora import LoraMapping, LoraWeights, LoraWorkspace, add_lora
+
+
+class LoraState:
+    """LoRA on one rank: the sizes of the slots, and the mapping of the step that is computed; None without adapters."""
+
+    def __init__(self, device: torch.device, *, max_loras: int, max_rank: int, max_tokens: int) -> None:
+        """Allocate for steps of up to ``max_tokens`` tokens. Raises ``ValueError`` for a rank that kernels do not support."""
+        self.max_loras = max_loras
+        self.max_rank = max_rank
+        self._max_tokens = max_tokens
+        self.workspace = LoraWorkspace(device, max_tokens=max_tokens, max_loras=max_loras, max_rank=max_rank)
+        self.mapping: LoraMapping | None = None
+
+    def on_meta_device(self) -> "LoraState":
+        """Return the same sizes without memory, for a model on the meta device."""
+        return LoraState(
+            torch.device("meta"),
+            max_loras=self.max_loras,
+            max_rank=self.max_rank,
+            max_tokens=self._max_tokens,
+        )
+
+    def prepare(self, slots: torch.Tensor | None) -> None:
+        """Set the LoRA slots of the tokens that are computed next: int32 [T], or None if no token has one."""
+        self.mapping = None if slots is None else self.workspace.map_tokens(slots)
+
+
+@dataclass(frozen=True, slots=True)
+class LoraModule:
+    """A module of the checkpoint with [outputs, inputs], and the rank's outputs and inputs of it."""
+
+    name: str
+    outputs: int
+    inputs: int
+    local_outputs: slice
+    local_inputs: slice
+
+
+class LowRankPair(NamedTuple):
+    """An adapter's matrices for one module, whole: A [rank, inputs] and B [outputs, rank], float32, with the scale in B."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+
+
+class PackedLora(NamedTuple):
+    """A rank's shards of an adapter's matrices for one layer, on the host, in the layout of a slot."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    rank: int
+
+
+class LoraLayer:
+    """The matrices of all LoRA slots for one linear layer on one rank; see ``LoraWeights`` for their layout."""
+
+    def __init__(
+        self, modules: Sequence[LoraModule], state: LoraState, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.modules = tuple(modules)
+        self._state = state
+        sizes = tuple(_length(each.local_outputs) for each in modules)
+        inputs = _length(modules[0].local_inputs)
+        count, rank = state.max_loras, state.max_rank
+        self.weights = LoraWeights(
+            a=torch.zeros((count, len(modules), rank, inputs), dtype=dtype, device=device),
+            b=torch.zeros((count, sum(sizes), rank), dtype=dtype, device=device),
+            ranks=torch.zeros(count, dtype=torch.int32, device=device),
+            part_sizes=sizes,
+            call_id=state.workspace.new_call_id(),
+        )
+        self._loaded_ranks = [0] * count
+
+    @property
+    def is_active(self) -> bool:
+        """Return whether a token of the present step has an adapter, as far as the host knows."""
+        return self._state.mapping is not None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the matrices of all slots."""
+        return self.weights.a.nbytes + self.weights.b.nbytes
+
+    def add(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        """Add the adapters' products of x [T, inputs] to out [T, outputs], in place; no-op in a step without adapters."""
+        if self._state.mapping is not None:
+            add_lora(out, x, self.weights, self._state.mapping)
+
+    def pack(self, pairs: Mapping[str, LowRankPair]) -> PackedLora | None:
+        """Return this rank's shards of whole matrices by the names of modules, in pinned memory for a GPU.
+
+        None if there are none for this layer. Rows and columns beyond an adapter's rank are zeros.
+        """
+        if not any(module.name in pairs for module in self.modules):
+            return None
+        pinned = self.weights.a.device.type == "cuda"
+        a, b = (
+            torch.zeros(each.shape[1:], dtype=each.dtype, pin_memory=pinned)
+            for each in (self.weights.a, self.weights.b)
+        )
+        largest, first = 0, 0
+        for part, (module, size) in enumerate(zip(self.modules, self.weights.part_sizes, strict=True)):
+            pair = pairs.get(module.name)
+            if pair is not None:
+                rank = len(pair.a)
+                a[part, :rank].copy_(pair.a[:, module.local_inputs])
+                b[first : first + size, :rank].copy_(pair.b[module.local_outputs])
+                largest = max(largest, rank)
+            first += size
+        return PackedLora(a, b, largest)
+
+    def load(self, slot: int, packed: PackedLora | None) -> None:
+        """Replace what a slot holds, on the current stream; the host does not wait. None empties the slot."""
+        rank = 0 if packed is None else packed.rank
+        if rank == self._loaded_ranks[slot] == 0:
+            return
+        if packed is None:
+            self.weights.a[slot].zero_()
+            self.weights.b[slot].zero_()
+        else:
+            self.weights.a[slot].copy_(packed.a, non_blocking=True)
+            self.weights.b[slot].copy_(packed.b, non_blocking=True)
+        self.weights.ranks[slot].fill_(rank)
+        self._loaded_ranks[slot] = rank
+
+
+def _length(shard: slice) -> int:
+    return int(shard.stop - shard.start)
