@@ -4,8 +4,12 @@ import torch
 import torch.nn.functional as F
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, late: bool = False
+) -> torch.Tensor:
     """Return x [T, inputs] times weight [outputs, inputs] plus bias [outputs]: [T, outputs].
+
+    ``late``: the kernel that is launched next starts only after x is complete; ``add_lora`` makes use of that.
 
     A product of few tokens is as fast as its weight can be read. With one token the GPU's library is far from that,
     and our own GEMV takes its place.
@@ -14,7 +18,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
         from skiff_runtime.kernels.triton.linear import gemv
 
         if gemv.is_profitable(x, weight):
-            return gemv.gemv(x, weight, bias)
+            return gemv.gemv(x, weight, bias, late=late)
     return F.linear(x, weight, bias)
 
 

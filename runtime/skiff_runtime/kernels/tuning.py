@@ -324,7 +324,7 @@ class MoETuning:
 class LoraTile:
     """How ``triton.lora.add_lora`` divides its products among programs of ``warps`` warps.
 
-    A row block has ``rows`` tokens of one adapter, by the tensor cores, or one, without them. A program adds up at least
+    A row block has ``rows`` tokens of one adapter: 16 or more, for the tensor cores, or 1, without them. A program adds up at least
     ``chunk`` inputs of A x, ``inputs`` at a time in ``stages`` stages, and computes ``outputs`` outputs of B at a time.
     """
 
@@ -738,8 +738,8 @@ HOPPER: Final = Tuning(
     # untuned.
     lora=LoraTuning(
         rules=(
-            LoraRule(4, LoraTile(rows=1, chunk=256, inputs=256, outputs=64)),
-            LoraRule(128, LoraTile(rows=16, chunk=512, inputs=128, outputs=256, stages=4)),
+            LoraRule(1, LoraTile(rows=1, chunk=256, inputs=256, outputs=64)),
+            LoraRule(16, LoraTile(rows=1, chunk=512, inputs=512, outputs=256)),
             LoraRule(512, LoraTile(rows=16, chunk=512, inputs=128, outputs=256, stages=4)),
             LoraRule(2048, LoraTile(rows=64, chunk=2048, inputs=64, outputs=128, warps=8, stages=3)),
             LoraRule(None, LoraTile(rows=64, chunk=4096, inputs=64, outputs=128, warps=8, stages=3)),

@@ -18,6 +18,7 @@ import triton.language as tl
 from skiff_runtime.kernels.triton.norm_act.silu_and_mul import multiply_by_silu
 from skiff_runtime.kernels.triton.runtime.dependent_launch import (
     launch_dependents,
+    launch_dependents_if,
     pdl_options,
     wait_for_dependencies,
 )
@@ -39,6 +40,7 @@ def gemv_kernel(
     PAIR: tl.constexpr,
     COLUMNS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    LATE: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """Multiply one token with one row of the weight, or with two adjacent ones.
@@ -52,8 +54,13 @@ def gemv_kernel(
     bias                [outputs]; not read without HAS_BIAS
     output              [outputs], written
     COLUMNS             columns of one iteration
+    LATE                whether the kernel behind starts only when those ahead have ended, so that it may read x before
+                        it waits itself: then the first program lets it start behind its own wait
     """
-    launch_dependents(PDL)
+    if LATE:
+        launch_dependents_if(tl.program_id(0) > 0, PDL)
+    else:
+        launch_dependents(PDL)
     row = tl.program_id(0) * 2 if PAIR else tl.program_id(0)
     other = tl.minimum(row + 1, outputs - 1)
     added = tl.load(bias + row).to(tl.float32) if HAS_BIAS else 0.0
@@ -63,6 +70,8 @@ def gemv_kernel(
     other_source = weight + other.to(tl.int64) * weight_stride
     first_weights = load_first_columns(source, other_source, INPUTS, PAIR, COLUMNS)
     wait_for_dependencies(PDL)
+    if LATE:
+        launch_dependents_if(tl.program_id(0) == 0, PDL)
     product, other_product = multiply_rows(x, source, other_source, first_weights, INPUTS, PAIR, COLUMNS)
     dtype = output.dtype.element_ty
     tl.store(output + row, (product + added).to(dtype))
@@ -196,10 +205,12 @@ def gemv(
     *,
     tile: GemvTile | None = None,
     dtype: torch.dtype | None = None,
+    late: bool = False,
 ) -> torch.Tensor:
     """Return x [1, inputs] times weight [outputs, inputs] plus bias [outputs]: [1, outputs].
 
-    ``tile`` replaces the tuned one; ``dtype`` is that of the result (default: that of x).
+    ``tile`` replaces the tuned one; ``dtype`` is that of the result (default: that of x). ``late``: the kernel behind may
+    read x before it waits for this one.
     """
     inputs, outputs = x.shape[1], weight.shape[0]
     output = torch.empty((1, outputs), dtype=dtype or x.dtype, device=x.device)
@@ -215,6 +226,7 @@ def gemv(
         PAIR=tile.pair,
         COLUMNS=min(tile.columns, triton.next_power_of_2(inputs)),
         HAS_BIAS=bias is not None,
+        LATE=late,
         num_warps=tile.warps,
         **pdl_options(x.device),
     )

@@ -23,7 +23,11 @@ import triton.language as tl
 
 from skiff_runtime.kernels.lora import LoraMapping, LoraWeights
 from skiff_runtime.kernels.triton.lora.group_tokens import choose_tile, step_sizes
-from skiff_runtime.kernels.triton.lora.ll_words import make_mark, receive_words, store_words
+from skiff_runtime.kernels.triton.lora.ll_words import (
+    make_mark,
+    receive_words,
+    store_words,
+)
 from skiff_runtime.kernels.triton.moe.moe_align_block_size import max_row_blocks
 from skiff_runtime.kernels.triton.runtime.cached_launch import launch
 from skiff_runtime.kernels.triton.runtime.dependent_launch import (
@@ -49,7 +53,7 @@ WARPS_OF_SM: Final = 16
 MAX_REGISTERS: Final = 128
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "blocks"])
 def add_lora_kernel(
     out: tl.tensor,
     x: tl.tensor,
@@ -63,6 +67,7 @@ def add_lora_kernel(
     call_id: tl.tensor,
     words: tl.tensor,
     tokens: tl.tensor,
+    blocks: tl.tensor,
     x_stride: tl.tensor,
     out_stride: tl.tensor,
     INPUTS: tl.constexpr,
@@ -78,6 +83,8 @@ def add_lora_kernel(
     INPUTS_BLOCK: tl.constexpr,
     OUTPUTS_BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
+    SINGLE: tl.constexpr,
+    PRELOAD: tl.constexpr,
     SHRINK: tl.constexpr,
     EXPAND: tl.constexpr,
     EARLY: tl.constexpr,
@@ -87,24 +94,28 @@ def add_lora_kernel(
 ) -> None:
     """Compute some shrink items, then some expand items.
 
-    Grid: (programs), at most as many as run at a time; program p takes items p, p + programs, ... of each kind, numbered
-    through both. The row blocks are read before the kernel ahead has ended: their launch does not let others start early.
-    So is x with EARLY, and A x computed; without it A is prefetched. B is prefetched in both cases.
+    Grid: (programs), at most as many as run at a time. Program p takes shrink items p, p + programs, ..., and an equal run
+    of expand items, the last program the first one: so with few of both no program has one of each. With PRELOAD the
+    row blocks are read before the kernel ahead has ended, because their launch does not let others start early, and so
+    is B; with EARLY x is as well, and A x computed, and without it A is prefetched.
 
     out                 [tokens, outputs], rows ``out_stride`` apart; B (A x) is added in place
     x                   [tokens, INPUTS], rows ``x_stride`` apart
     a                   [slots, PARTS, MAX_RANK, INPUTS], in the type of x
     b                   [slots, outputs, MAX_RANK], likewise
     ranks               int32 [slots]
-    block_tokens, block_slots, num_blocks  int32, see ``RowBlocks``; ROWS tokens are a block
+    block_tokens, block_slots, num_blocks  int32, see ``RowBlocks``; ROWS tokens are a block, ``blocks`` the most of them
     epoch, call_id      int32 [1]
     words               int64 [blocks * PARTS * chunks * ROWS * RANK at least]
     FIRST_SIZE, SECOND_SIZE, THIRD_SIZE  outputs of the parts, 0 of those beyond PARTS
     RANK                MAX_RANK rounded up to a power of two, 16 at least
+    ROWS                16 or more, for the tensor cores, or 1, without them
     CHUNK               inputs of a shrink item, a multiple of INPUTS_BLOCK
     CHUNKS_BLOCK        the number of chunks, rounded up to a power of two
     INPUTS_BLOCK        inputs of one loop iteration
-    STAGES              of the loop's software pipeline, for ROWS above 1
+    STAGES              of the loop's software pipeline, for the tensor cores
+    SINGLE              whether no program has more than one expand item, however many blocks are in use
+    PRELOAD, EARLY      what is read before the kernel ahead has ended; EARLY needs PRELOAD
     SHRINK, EXPAND      whether items of this kind are computed: both, but in Triton's interpreter, whose programs run
                         one after the other, by a launch for each
     PTX                 False in Triton's interpreter, which runs no PTX
@@ -115,40 +126,67 @@ def add_lora_kernel(
         + (SECOND_SIZE + OUTPUTS_BLOCK - 1) // OUTPUTS_BLOCK
         + (THIRD_SIZE + OUTPUTS_BLOCK - 1) // OUTPUTS_BLOCK
     )
+    # Where another kernel may have written what is read, loads come from L2: there may be older lines in L1. That is slow
+    # for many programs, which all read the same lines.
+    CACHE: tl.constexpr = ".cg" if PRELOAD else ""
     launch_dependents(PDL)
+    if not PRELOAD:
+        wait_for_dependencies(PDL)
     program, programs = tl.program_id(0), tl.num_programs(0)
-    used = tl.load(num_blocks, cache_modifier=".cg")
-    mark = make_mark(epoch, call_id)
+    # Loads that depend on little come first; of blocks that are not in use, slots and tokens are those of earlier steps.
+    item = program
+    slot, token = _load_block(block_slots, block_tokens, item // (PARTS * CHUNKS), blocks, ROWS, CACHE)
+    used = tl.load(num_blocks, cache_modifier=CACHE)
+    mark = make_mark(epoch, call_id, CACHE)
     shrink_items, expand_items = used * (PARTS * CHUNKS), used * TILES
-    # Expand items go to the programs behind the last shrink item: with few blocks to programs that have nothing else.
-    expand_program = (program + programs - shrink_items % programs) % programs
-    if expand_program < expand_items:
-        _prefetch_b(
-            b,
-            block_slots,
-            expand_program,
-            FIRST_SIZE,
-            SECOND_SIZE,
-            THIRD_SIZE,
-            MAX_RANK,
-            OUTPUTS_BLOCK,
-            TILES,
-            PDL,
-        )
-    if not EARLY:
-        if program < shrink_items:
-            _prefetch_a(a, block_slots, program, INPUTS, PARTS, MAX_RANK, CHUNK, INPUTS_BLOCK, CHUNKS, PDL)
+    turns = 1 if SINGLE else tl.cdiv(expand_items, programs)
+    expand_item = (programs - 1 - program) * turns
+    expand_end = tl.minimum(expand_item + turns, expand_items)
+    expand_slot, expand_token = _load_block(
+        block_slots, block_tokens, expand_item // TILES, blocks, ROWS, CACHE
+    )
+    rank = tl.load(ranks + slot)
+    expand_rank = tl.where(expand_item < expand_items, tl.load(ranks + expand_slot), 0)
+    b_tile = _load_b(
+        b,
+        expand_slot,
+        expand_rank,
+        expand_item % TILES,
+        FIRST_SIZE,
+        SECOND_SIZE,
+        THIRD_SIZE,
+        MAX_RANK,
+        RANK,
+        OUTPUTS_BLOCK,
+    )
+    if not SINGLE and MAX_RANK <= 32:  # of higher ranks, most columns may be unused
+        tile = expand_item % TILES
+        for following in range(tile + 1, tl.minimum(tile + expand_end - expand_item, TILES)):
+            _prefetch_b(
+                b,
+                expand_slot,
+                following,
+                FIRST_SIZE,
+                SECOND_SIZE,
+                THIRD_SIZE,
+                MAX_RANK,
+                OUTPUTS_BLOCK,
+                PDL,
+            )
+    if PRELOAD and not EARLY:
+        if item < shrink_items:
+            _prefetch_a(a, slot, item, INPUTS, PARTS, MAX_RANK, CHUNK, INPUTS_BLOCK, CHUNKS, PDL)
         wait_for_dependencies(PDL)
     if SHRINK:
-        for turn in range(tl.cdiv(shrink_items - program, programs)):
+        for _ in range(tl.cdiv(shrink_items - program, programs)):
             _shrink(
                 x,
                 a,
-                ranks,
-                block_tokens,
-                block_slots,
                 words,
-                program + turn * programs,
+                item,
+                slot,
+                token,
+                rank,
                 mark,
                 tokens,
                 x_stride,
@@ -164,46 +202,102 @@ def add_lora_kernel(
                 PRECISION,
                 PTX,
             )
+            item += programs
+            slot, token = _load_block(
+                block_slots, block_tokens, item // (PARTS * CHUNKS), blocks, ROWS, CACHE
+            )
+            rank = tl.load(ranks + slot)
     if EARLY:
         wait_for_dependencies(PDL)
     if EXPAND:
-        for turn in range(tl.cdiv(expand_items - expand_program, programs)):
-            _expand(
-                out,
-                b,
-                ranks,
-                block_tokens,
-                block_slots,
-                words,
-                expand_program + turn * programs,
-                mark,
-                tokens,
-                out_stride,
-                PARTS,
-                FIRST_SIZE,
-                SECOND_SIZE,
-                THIRD_SIZE,
-                MAX_RANK,
-                RANK,
-                ROWS,
-                CHUNKS,
-                CHUNKS_BLOCK,
-                OUTPUTS_BLOCK,
-                TILES,
-                PRECISION,
-                PTX,
-            )
+        inner = tl.zeros((ROWS, RANK), b.dtype.element_ty)
+        received = tl.full((), -1, tl.int32)
+        for _ in range(expand_end - expand_item):
+            block = expand_item // TILES
+            if expand_rank > 0:
+                part, first, end = _locate_tile(
+                    expand_item % TILES, FIRST_SIZE, SECOND_SIZE, THIRD_SIZE, OUTPUTS_BLOCK
+                )
+                output = first + tl.arange(0, OUTPUTS_BLOCK)
+                target = out + expand_token.to(tl.int64)[:, None] * out_stride + output[None, :]
+                is_token = expand_token < tokens
+                inside = is_token[:, None] & (output < end)[None, :]
+                base = tl.load(target, inside, 0.0)
+                if received != block * PARTS + part:
+                    received = block * PARTS + part
+                    inner = _receive_inner(
+                        words, received, is_token, expand_rank, mark, RANK, ROWS, CHUNKS, CHUNKS_BLOCK, PTX
+                    ).to(inner.dtype)
+                if ROWS == 1:
+                    added = tl.sum(b_tile.to(tl.float32) * inner.to(tl.float32), 1)[None, :]
+                else:
+                    added = tl.dot(inner, tl.trans(b_tile), input_precision=PRECISION)
+                tl.store(target, (base.to(tl.float32) + added).to(out.dtype.element_ty), inside)
+            if not SINGLE:
+                expand_item += 1
+                expand_slot, expand_token = _load_block(
+                    block_slots, block_tokens, expand_item // TILES, blocks, ROWS, CACHE
+                )
+                expand_rank = tl.where(expand_item < expand_end, tl.load(ranks + expand_slot), 0)
+                b_tile = _load_b(
+                    b,
+                    expand_slot,
+                    expand_rank,
+                    expand_item % TILES,
+                    FIRST_SIZE,
+                    SECOND_SIZE,
+                    THIRD_SIZE,
+                    MAX_RANK,
+                    RANK,
+                    OUTPUTS_BLOCK,
+                )
+
+
+@triton.jit
+def _load_block(
+    block_slots: tl.tensor,
+    block_tokens: tl.tensor,
+    block: tl.tensor,
+    blocks: tl.tensor,
+    ROWS: tl.constexpr,
+    CACHE: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return (slot, tokens [ROWS]) of a row block, or of the last one there may be; ``CACHE`` is the loads' modifier."""
+    block = tl.minimum(block, blocks - 1)
+    slot = tl.load(block_slots + block, cache_modifier=CACHE)
+    return slot, tl.load(block_tokens + block * ROWS + tl.arange(0, ROWS), cache_modifier=CACHE)
+
+
+@triton.jit
+def _receive_inner(
+    words: tl.tensor,
+    block_part: tl.tensor,
+    is_token: tl.tensor,
+    rank: tl.tensor,
+    mark: tl.tensor,
+    RANK: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CHUNKS_BLOCK: tl.constexpr,
+    PTX: tl.constexpr,
+) -> tl.tensor:
+    """Wait for A x of a block and part; return it, float32 [ROWS, RANK], 0 outside of its tokens and rank."""
+    chunk, row = tl.arange(0, CHUNKS_BLOCK)[:, None, None], tl.arange(0, ROWS)[None, :, None]
+    r = tl.arange(0, RANK)[None, None, :]
+    index = ((block_part * CHUNKS + chunk) * ROWS + row) * RANK + r
+    active = (chunk < CHUNKS) & is_token[None, :, None] & (r < rank)
+    return tl.sum(receive_words(words, index, mark, active, PTX), 0)
 
 
 @triton.jit
 def _shrink(
     x: tl.tensor,
     a: tl.tensor,
-    ranks: tl.tensor,
-    block_tokens: tl.tensor,
-    block_slots: tl.tensor,
     words: tl.tensor,
     item: tl.tensor,
+    slot: tl.tensor,
+    token: tl.tensor,
+    rank: tl.tensor,
     mark: tl.tensor,
     tokens: tl.tensor,
     x_stride: tl.tensor,
@@ -219,99 +313,57 @@ def _shrink(
     PRECISION: tl.constexpr,
     PTX: tl.constexpr,
 ) -> None:
-    """Compute and store the partial sums of one shrink item."""
-    block, chunk = item // (PARTS * CHUNKS), item % CHUNKS
-    part = item // CHUNKS % PARTS
-    slot = tl.load(block_slots + block, cache_modifier=".cg")
-    token = tl.load(block_tokens + block * ROWS + tl.arange(0, ROWS), cache_modifier=".cg")
-    rank = tl.load(ranks + slot)
+    """Compute and store the partial sums of one shrink item, whose block has this slot, tokens [ROWS] and rank."""
+    chunk, part = item % CHUNKS, item // CHUNKS % PARTS
     if rank > 0:
-        is_token, r = token < tokens, tl.arange(0, RANK)
+        r, column = tl.arange(0, RANK), tl.arange(0, INPUTS_BLOCK)
         first = chunk * CHUNK
         end = tl.minimum(first + CHUNK, INPUTS)
-        column = tl.arange(0, INPUTS_BLOCK)
         rows = a + ((slot * PARTS + part) * MAX_RANK + r).to(tl.int64)[:, None] * INPUTS + column[None, :]
-        x_rows = x + token.to(tl.int64)[:, None] * x_stride + column[None, :]
         is_rank = (r < rank)[:, None]
+        is_token = (token < tokens)[:, None]
+        x_rows = x + token.to(tl.int64)[:, None] * x_stride + column[None, :]
         if ROWS == 1:
             acc = tl.zeros((RANK, INPUTS_BLOCK), tl.float32)
             for start in range(first, end, INPUTS_BLOCK):
                 inside = (start + column < end)[None, :]
+                weights = tl.load(rows + start, is_rank & inside, 0.0)
                 # From L2: without a wait, a line of an earlier layer may still be in L1.
-                values = tl.load(x_rows + start, inside, 0.0, cache_modifier=".cg").to(tl.float32)
-                acc += tl.load(rows + start, is_rank & inside, 0.0).to(tl.float32) * values
+                values = tl.load(x_rows + start, is_token & inside, 0.0, cache_modifier=".cg")
+                acc += weights.to(tl.float32) * values.to(tl.float32)
             partial = tl.sum(acc, 1)[None, :]
         else:
             partial = tl.zeros((ROWS, RANK), tl.float32)
             for start in tl.range(first, end, INPUTS_BLOCK, num_stages=STAGES):
                 inside = (start + column < end)[None, :]
-                values = tl.load(x_rows + start, is_token[:, None] & inside, 0.0, cache_modifier=".cg")
+                values = tl.load(x_rows + start, is_token & inside, 0.0, cache_modifier=".cg")
                 weights = tl.load(rows + start, is_rank & inside, 0.0)
                 partial = tl.dot(values, tl.trans(weights), partial, input_precision=PRECISION)
-        row = tl.arange(0, ROWS)[:, None]
-        store_words(
-            words,
-            (item * ROWS + row) * RANK + r[None, :],
-            partial,
-            mark,
-            (is_token[:, None] & (r < rank)[None, :]),
-            PTX,
-        )
+        index = (item * ROWS + tl.arange(0, ROWS))[:, None] * RANK + r[None, :]
+        store_words(words, index, partial, mark, is_token & (r < rank)[None, :], PTX)
 
 
 @triton.jit
-def _expand(
-    out: tl.tensor,
+def _load_b(
     b: tl.tensor,
-    ranks: tl.tensor,
-    block_tokens: tl.tensor,
-    block_slots: tl.tensor,
-    words: tl.tensor,
-    item: tl.tensor,
-    mark: tl.tensor,
-    tokens: tl.tensor,
-    out_stride: tl.tensor,
-    PARTS: tl.constexpr,
+    slot: tl.tensor,
+    rank: tl.tensor,
+    tile: tl.tensor,
     FIRST_SIZE: tl.constexpr,
     SECOND_SIZE: tl.constexpr,
     THIRD_SIZE: tl.constexpr,
     MAX_RANK: tl.constexpr,
     RANK: tl.constexpr,
-    ROWS: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    CHUNKS_BLOCK: tl.constexpr,
     OUTPUTS_BLOCK: tl.constexpr,
-    TILES: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PTX: tl.constexpr,
-) -> None:
-    """Add one tile of B (A x) to the output."""
+) -> tl.tensor:
+    """Load B of a tile, [OUTPUTS_BLOCK, RANK]; nothing of rank 0. What is read behind the rank is multiplied by 0."""
     OUTPUTS: tl.constexpr = FIRST_SIZE + SECOND_SIZE + THIRD_SIZE
-    block = item // TILES
-    slot = tl.load(block_slots + block, cache_modifier=".cg")
-    token = tl.load(block_tokens + block * ROWS + tl.arange(0, ROWS), cache_modifier=".cg")
-    rank = tl.load(ranks + slot)
-    if rank > 0:
-        is_token, r = (token < tokens)[:, None], tl.arange(0, RANK)[None, :]
-        part, first, end = _locate_tile(item % TILES, FIRST_SIZE, SECOND_SIZE, THIRD_SIZE, OUTPUTS_BLOCK)
-        output = first + tl.arange(0, OUTPUTS_BLOCK)
-        is_output = output < end
-        rows = b + (slot.to(tl.int64) * OUTPUTS + output)[:, None] * MAX_RANK + r
-        # In whole vectors of 16 bytes; what is read behind the rank is multiplied by 0.
-        is_read = r < MAX_RANK if MAX_RANK < 32 else r < (rank + 15) // 16 * 16
-        weights = tl.load(rows, is_output[:, None] & is_read, 0.0)
-        target = out + token.to(tl.int64)[:, None] * out_stride + output[None, :]
-        inside = is_token & is_output[None, :]
-        base = tl.load(target, inside, 0.0)
-        chunk, row = tl.arange(0, CHUNKS_BLOCK)[:, None, None], tl.arange(0, ROWS)[None, :, None]
-        index = (((block * PARTS + part) * CHUNKS + chunk) * ROWS + row) * RANK + r[None, :, :]
-        active = (chunk < CHUNKS) & is_token[None, :, :] & (r < rank)[None, :, :]
-        inner = tl.sum(receive_words(words, index, mark, active, PTX), 0).to(b.dtype.element_ty)
-        if ROWS == 1:
-            added = tl.sum(weights.to(tl.float32) * inner.to(tl.float32), 1)[None, :]
-        else:
-            added = tl.dot(inner, tl.trans(weights), input_precision=PRECISION)
-        tl.store(target, (base.to(tl.float32) + added).to(out.dtype.element_ty), inside)
+    _, first, end = _locate_tile(tile, FIRST_SIZE, SECOND_SIZE, THIRD_SIZE, OUTPUTS_BLOCK)
+    output, r = first + tl.arange(0, OUTPUTS_BLOCK)[:, None], tl.arange(0, RANK)[None, :]
+    rows = b + (slot.to(tl.int64) * OUTPUTS + output) * MAX_RANK + r
+    # In whole vectors of 16 bytes: a bound that depends on the rank alone would need a load for each number.
+    is_read = (rank > 0) & (r < MAX_RANK) if MAX_RANK < 32 else r < (rank + 15) // 16 * 16
+    return tl.load(rows, (output < end) & is_read, 0.0)
 
 
 @triton.jit
@@ -337,7 +389,7 @@ def _locate_tile(
 @triton.jit
 def _prefetch_a(
     a: tl.tensor,
-    block_slots: tl.tensor,
+    slot: tl.tensor,
     item: tl.tensor,
     INPUTS: tl.constexpr,
     PARTS: tl.constexpr,
@@ -350,7 +402,6 @@ def _prefetch_a(
     """Prefetch A of a shrink item's first INPUTS_BLOCK inputs into the L2 cache, up to 16 of its rows."""
     LINE: tl.constexpr = CACHE_LINE_BYTES * 8 // a.dtype.element_ty.primitive_bitwidth
     LINES: tl.constexpr = (INPUTS_BLOCK + LINE - 1) // LINE
-    slot = tl.load(block_slots + item // (PARTS * CHUNKS), cache_modifier=".cg")
     r = tl.minimum(tl.arange(0, 16), MAX_RANK - 1)
     row = (slot * PARTS + item // CHUNKS % PARTS) * MAX_RANK + r
     column = tl.minimum(item % CHUNKS * CHUNK + tl.arange(0, LINES) * LINE, INPUTS - 1)
@@ -360,24 +411,21 @@ def _prefetch_a(
 @triton.jit
 def _prefetch_b(
     b: tl.tensor,
-    block_slots: tl.tensor,
-    item: tl.tensor,
+    slot: tl.tensor,
+    tile: tl.tensor,
     FIRST_SIZE: tl.constexpr,
     SECOND_SIZE: tl.constexpr,
     THIRD_SIZE: tl.constexpr,
     MAX_RANK: tl.constexpr,
     OUTPUTS_BLOCK: tl.constexpr,
-    TILES: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Prefetch B of an expand item into the L2 cache."""
+    """Prefetch B of a tile into the L2 cache."""
     LINE: tl.constexpr = CACHE_LINE_BYTES * 8 // b.dtype.element_ty.primitive_bitwidth
-    LINES: tl.constexpr = (OUTPUTS_BLOCK * MAX_RANK + LINE - 1) // LINE
+    LINES: tl.constexpr = triton.next_power_of_2((OUTPUTS_BLOCK * MAX_RANK + LINE - 1) // LINE)
     OUTPUTS: tl.constexpr = FIRST_SIZE + SECOND_SIZE + THIRD_SIZE
-    slot = tl.load(block_slots + item // TILES, cache_modifier=".cg")
-    _, first, end = _locate_tile(item % TILES, FIRST_SIZE, SECOND_SIZE, THIRD_SIZE, OUTPUTS_BLOCK)
-    number = first * MAX_RANK + tl.arange(0, triton.next_power_of_2(LINES)) * LINE
-    number = tl.minimum(number, end * MAX_RANK - 1)
+    _, first, end = _locate_tile(tile, FIRST_SIZE, SECOND_SIZE, THIRD_SIZE, OUTPUTS_BLOCK)
+    number = tl.minimum(first * MAX_RANK + tl.arange(0, LINES) * LINE, end * MAX_RANK - 1)
     prefetch(b + slot.to(tl.int64) * (OUTPUTS * MAX_RANK) + number, PDL)
 
 
@@ -440,7 +488,8 @@ def add_lora(
     outputs, inputs_block = tile_outputs(tile, rank), tile_inputs(tile, rank)
     tiles = sum(triton.cdiv(size, outputs) for size in weights.part_sizes)
     sizes = dict(zip(("FIRST_SIZE", "SECOND_SIZE", "THIRD_SIZE"), (*weights.part_sizes, 0, 0), strict=False))
-    programs = min(most * (parts * chunks + tiles), max_programs(tile, device))
+    items, programs = most * (parts * chunks + tiles), max_programs(tile, device)
+    preload, programs = items <= programs, min(items, programs)
     options: dict[str, Any] = {
         "INPUTS": inputs,
         "PARTS": parts,
@@ -453,7 +502,9 @@ def add_lora(
         "INPUTS_BLOCK": inputs_block,
         "OUTPUTS_BLOCK": outputs,
         "STAGES": tile.stages,
-        "EARLY": x_is_complete,
+        "SINGLE": most * tiles <= programs,
+        "PRELOAD": preload,
+        "EARLY": x_is_complete and preload,
         "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
         "PTX": device.type == "cuda",
         "num_warps": tile.warps,
@@ -464,7 +515,7 @@ def add_lora(
         *(blocks.block_tokens, blocks.block_slots, blocks.num_blocks),
         *(blocks.memory.epoch, weights.call_id, blocks.memory.words),
     )
-    numbers = (tokens, x.stride(0), out.stride(0))
+    numbers = (tokens, most, x.stride(0), out.stride(0))
     if device.type == "cuda":
         options["maxnreg"] = MAX_REGISTERS
         phases = [(True, True)]

@@ -16,9 +16,9 @@ _CALLS = tl.constexpr(1024)
 
 
 @triton.jit
-def make_mark(epoch: tl.tensor, call_id: tl.tensor) -> tl.tensor:
-    """Return the mark int32 of this launch, from epoch and call id int32 [1]."""
-    return tl.load(epoch, cache_modifier=".cg") * _CALLS + tl.load(call_id)
+def make_mark(epoch: tl.tensor, call_id: tl.tensor, CACHE: tl.constexpr) -> tl.tensor:
+    """Return the mark int32 of this launch, from epoch and call id int32 [1]; ``CACHE`` is the modifier of the load."""
+    return tl.load(epoch, cache_modifier=CACHE) * _CALLS + tl.load(call_id)
 
 
 @triton.jit
@@ -54,7 +54,7 @@ def store_words(
 
 
 @triton.jit
-def load_words(
+def _load_words(
     words: tl.tensor, index: tl.tensor, mark: tl.tensor, active: tl.tensor, PTX: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
     """Load LL words once: (values, int32 that is 1 where an active word has another mark)."""
@@ -82,25 +82,11 @@ def load_words(
 
 
 @triton.jit
-def wait_for_words(
-    value: tl.tensor,
-    stale: tl.tensor,
-    words: tl.tensor,
-    index: tl.tensor,
-    mark: tl.tensor,
-    active: tl.tensor,
-    PTX: tl.constexpr,
-) -> tl.tensor:
-    """Load words until all active ones have the mark, from what ``load_words`` has returned before on; return values."""
-    while tl.max(stale, None) != 0:
-        value, stale = load_words(words, index, mark, active, PTX)
-    return value
-
-
-@triton.jit
 def receive_words(
     words: tl.tensor, index: tl.tensor, mark: tl.tensor, active: tl.tensor, PTX: tl.constexpr
 ) -> tl.tensor:
     """Wait until all active words have the mark; return their values, float32, and 0 where one is not active."""
-    value, stale = load_words(words, index, mark, active, PTX)
-    return wait_for_words(value, stale, words, index, mark, active, PTX)
+    value, stale = _load_words(words, index, mark, active, PTX)
+    while tl.max(stale, None) != 0:
+        value, stale = _load_words(words, index, mark, active, PTX)
+    return value

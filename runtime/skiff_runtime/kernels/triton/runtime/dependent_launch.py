@@ -32,6 +32,28 @@ def launch_dependents(PDL: tl.constexpr) -> None:
 
 
 @triton.jit
+def launch_dependents_if(condition: tl.tensor, PDL: tl.constexpr) -> None:
+    """Do what ``launch_dependents`` does, in programs for which a scalar condition is true, without a branch.
+
+    A branch would keep the compiler from moving loads across it.
+    """
+    if PDL:
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred condition;
+            setp.ne.b32 condition, $1, 0;
+            @condition griddepcontrol.launch_dependents;
+            mov.b32 $0, 0;
+            }""",
+            "=r,r",
+            [condition.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
 def wait_for_dependencies(PDL: tl.constexpr) -> None:
     """Wait until all kernels ahead have ended and their writes can be read."""
     if PDL:
