@@ -3,7 +3,7 @@
 import math
 from typing import Any, Final
 
-from skiff_operator.resources import credentials, kernel_cache, volumes
+from skiff_operator.resources import credentials, kernel_cache, lora_config, volumes
 from skiff_operator.settings import Settings
 from skiff_operator.spec import InferenceService
 from skiff_runtime import contract
@@ -33,7 +33,9 @@ def runtime(service: InferenceService, settings: Settings, mounts: list[dict[str
     common = _common(RUNTIME, service, settings, mounts)
     return {
         **common,
-        "env": _variables(*common["env"], *kernel_cache.variables(service, common["image"])),
+        "env": _variables(
+            *common["env"], *kernel_cache.variables(service, common["image"]), *lora_config.variables(service)
+        ),
         "args": _serve_arguments(service),
         "ports": [
             {"name": contract.API_PORT_NAME, "containerPort": contract.API_PORT, "protocol": "TCP"},
@@ -160,6 +162,14 @@ def _serve_arguments(service: InferenceService) -> list[str]:
         arguments += [contract.FLAG_DTYPE, spec.runtime.dtype]
     if spec.runtime.max_model_len is not None:
         arguments += [contract.FLAG_MAX_MODEL_LEN, str(spec.runtime.max_model_len)]
+    if spec.lora is not None:
+        arguments += [
+            contract.FLAG_ENABLE_LORA,
+            *(contract.FLAG_MAX_LORAS, str(spec.lora.max_loras)),
+            *(contract.FLAG_MAX_LORA_RANK, str(spec.lora.max_lora_rank)),
+        ]
+        if spec.lora.max_cpu_loras is not None:
+            arguments += [contract.FLAG_MAX_CPU_LORAS, str(spec.lora.max_cpu_loras)]
     if spec.api_keys_secret_ref is not None:
         arguments += [contract.FLAG_API_KEY_FILE, volumes.API_KEYS_FILE]
     return [*arguments, *spec.runtime.args]

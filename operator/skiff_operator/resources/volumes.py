@@ -60,7 +60,9 @@ def build(service: InferenceService) -> list[Volume]:
         host = {"hostPath": {"path": source.location, "type": "Directory"}}
         volumes.append(Volume("model", host, MODEL_DIRECTORY, read_only=True))
     elif source.is_fetched:
-        volumes.append(Volume("cache", _cache_source(service), CACHE_DIRECTORY, read_only=True))
+        # Adapters are downloaded by the server, when it runs.
+        writable = service.spec.lora is not None and not service.mounted_cache.name
+        volumes.append(Volume("cache", _cache_source(service), CACHE_DIRECTORY, read_only=not writable))
     keys = service.spec.api_keys_secret_ref
     if keys is not None:
         # A mount without subPath: the kubelet keeps it up to date.

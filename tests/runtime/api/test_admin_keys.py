@@ -57,7 +57,9 @@ def test_a_key_is_known_by_its_digest_alone(tmp_path: Path) -> None:
 
     def admin(key: str) -> bool:
         headers = [(b"authorization", f"Bearer {key}".encode())]
-        return policy.authorize({"type": "http", "path": "/abort", "method": "POST", "headers": headers}).admin
+        return policy.authorize(
+            {"type": "http", "path": "/abort", "method": "POST", "headers": headers}
+        ).admin
 
     assert admin(ADMIN)
     assert admin(THEIRS), "the file counts beside it"
