@@ -67,6 +67,11 @@ class PromptBlocks(msgspec.Struct, frozen=True, array_like=True):
         return list(struct.unpack(f"<{len(self.hashes) // _HASH_BYTES}Q", self.hashes))
 
 
+def adapter_namespace(namespace: bytes, adapter: str) -> bytes:
+    """Return the namespace of the prompts of a LoRA adapter inside ``namespace``; "" is the base model."""
+    return b"%b\0adapter:%b" % (namespace, adapter.encode()) if adapter else namespace
+
+
 def hash_prompt(text: bytes, namespace: bytes) -> PromptBlocks:
     """Return the whole blocks of a prompt.
 

@@ -43,6 +43,13 @@ class PodLoad(Struct, frozen=True):
     bytes_per_token: float = 0.0
 
 
+class PodAdapters(Struct, frozen=True):
+    """The LoRA adapters of a pod by name. ``loaded``: it answers for them; ``resident``: those in a LoRA slot of GPU memory."""
+
+    loaded: list[str] = []
+    resident: list[str] = []
+
+
 class Snapshot(Struct, frozen=True, tag="snapshot"):
     """The first event of a stream. What it holds replaces everything that was known of the pod.
 
@@ -58,13 +65,15 @@ class Snapshot(Struct, frozen=True, tag="snapshot"):
     isolates_keys: bool
     load: PodLoad
     prompt_blocks: list[int]
+    adapters: PodAdapters | None = None
 
 
 class LoadChanged(Struct, frozen=True, tag="load"):
-    """The pod's state and load."""
+    """The pod's state and load, and its adapters where they have changed."""
 
     state: str
     load: PodLoad
+    adapters: PodAdapters | None = None
 
 
 class PromptBlocksChanged(Struct, frozen=True, tag="prompt_blocks"):
