@@ -13,10 +13,14 @@ from skiff_runtime.config import Config
 from skiff_runtime.kvcache.radix import RadixCache
 from skiff_runtime.messages import (
     NO_TOKEN,
+    AdapterLoaded,
+    AdapterRead,
+    AdapterRefused,
     CompiledGrammar,
     FinishReason,
     Flushed,
     GenerateRequest,
+    LoadAdapter,
     RequestFailed,
     SamplingSpec,
     StepStats,
@@ -39,10 +43,13 @@ def request(
     sampling: SamplingSpec,
     grammar: CompiledGrammar | None = None,
     priority: int = 0,
+    adapter_id: int = 0,
 ) -> GenerateRequest:
     """Make a request of token ids, as a tokenizer sends it."""
     token_ids = np.array(prompt, Wire.TOKEN).tobytes()
-    return GenerateRequest(uid, token_ids, sampling, TextOptions(), priority=priority, grammar=grammar)
+    return GenerateRequest(
+        uid, token_ids, sampling, TextOptions(), priority=priority, grammar=grammar, adapter_id=adapter_id
+    )
 
 
 def generate(
@@ -51,11 +58,12 @@ def generate(
     *,
     priority: int = 0,
     grammar: CompiledGrammar | None = None,
+    adapter_id: int = 0,
     **sampling: Any,
 ) -> GenerateRequest:
     """Make a greedy request for 4 tokens; ``sampling`` are fields of ``SamplingSpec`` that differ from that."""
     defaults = {"max_tokens": 4, "seed": 0, "temperature": 0.0, "ignore_eos": True}
-    return request(uid, prompt, SamplingSpec(**{**defaults, **sampling}), grammar, priority)
+    return request(uid, prompt, SamplingSpec(**{**defaults, **sampling}), grammar, priority, adapter_id)
 
 
 ReceivedLogprobs = tuple[int, float, list[int], list[float]]
@@ -96,6 +104,7 @@ class Replies(dict[int, Reply]):
     def __init__(self) -> None:
         super().__init__()
         self.flushed: list[Flushed] = []
+        self.adapters: list[AdapterLoaded | AdapterRefused] = []
         self.opened: list[int] = []
         """Uids in the order in which the requests first ran."""
 
@@ -129,6 +138,7 @@ class Replies(dict[int, Reply]):
             reply.failed = failed
         self._take_logprobs(batch, uids, tokens)
         self.flushed.extend(batch.flushed)
+        self.adapters.extend(batch.adapters)
 
     def _take_logprobs(self, batch: TokenBatch, uids: list[int], tokens: list[int]) -> None:
         assert len({each.row for each in batch.logprobs}) == len(batch.logprobs)
@@ -167,6 +177,53 @@ class MemoryChannel(Channel):
         self.sent.append(batch)
 
 
+class SimulatedStore:
+    """Host copies of adapters, each read in ``turns`` turns; those in ``faulty`` cannot be read."""
+
+    def __init__(self, engine: SimulatedEngine, limit: int) -> None:
+        self.turns = 1
+        self.faulty: set[int] = set()
+        self.reads: list[int] = []
+        """Every adapter whose read was started, in order."""
+        self._engine = engine
+        self._limit = limit
+        self._reading: dict[int, int] = {}
+
+    @property
+    def num_reading(self) -> int:
+        return len(self._reading)
+
+    def begin_read(self, adapter_id: int, path: str) -> None:
+        assert path == path_of(adapter_id)
+        assert adapter_id not in self._reading and adapter_id not in self._engine.registered
+        self._reading[adapter_id] = self.turns
+        self.reads.append(adapter_id)
+        assert len(self._reading) + len(self._engine.registered) <= self._limit
+
+    def drop(self, adapter_id: int) -> None:
+        self._engine.registered.remove(adapter_id)
+
+    def advance(self) -> list[AdapterRead]:
+        """Let a turn pass; return the reads that have ended."""
+        self._reading = {adapter_id: left - 1 for adapter_id, left in self._reading.items()}
+        ended = [adapter_id for adapter_id, left in self._reading.items() if left <= 0]
+        for adapter_id in ended:
+            del self._reading[adapter_id]
+            if adapter_id not in self.faulty:
+                self._engine.registered.add(adapter_id)
+        return [AdapterRead(each, "no such file" if each in self.faulty else "") for each in ended]
+
+
+def path_of(adapter_id: int) -> str:
+    """Return the directory of an adapter, which is only a name here."""
+    return f"/adapters/{adapter_id}"
+
+
+def load(adapter_id: int, name: str = "") -> LoadAdapter:
+    """Make the message that loads an adapter; its uid is the negative id."""
+    return LoadAdapter(-adapter_id, adapter_id, name or f"adapter-{adapter_id}", path_of(adapter_id))
+
+
 class SchedulerBench:
     """A scheduler, its engine and its clients. ``options`` are fields of ``Config``."""
 
@@ -190,6 +247,7 @@ class SchedulerBench:
             max_model_len=max_model_len,
         )
         self.channel = MemoryChannel()
+        self.store = SimulatedStore(self.engine, self.config.max_cpu_loras or self.config.max_loras)
         self.scheduler = Scheduler(
             self.config,
             eos_token_ids=(EOS,),
@@ -197,6 +255,7 @@ class SchedulerBench:
             engine=self.engine,
             channel=self.channel,
             num_deferred_graphs=num_deferred_graphs,
+            adapter_store=self.store,
         )
         self.replies = Replies()
         self.stats: list[StepStats] = []
@@ -207,6 +266,7 @@ class SchedulerBench:
 
     def turn(self) -> bool:
         """Run one turn; check that every page is held once, and take the replies."""
+        self.channel.arriving.extendleft(reversed(self.store.advance()))
         runs_on = self.scheduler.turn()
         self.scheduler.check()
         while self.channel.sent:
@@ -218,7 +278,10 @@ class SchedulerBench:
     def finish(self) -> None:
         """Run turns until nothing is left to do; check that all memory is then free, or cached with the right content."""
         for _ in range(MAX_TURNS):
-            if self.scheduler.is_idle and not self.channel.arriving:
+            has_changed = (
+                self.channel.arriving or self.store.num_reading or self.scheduler._adapters.has_changed
+            )
+            if self.scheduler.is_idle and not has_changed:
                 break
             self.turn()
         assert self.scheduler.is_idle, "requests are stuck"
@@ -233,12 +296,14 @@ class SchedulerBench:
     def _check_cached_content(self) -> None:
         """Check that each page of the radix tree holds the KV of its tokens."""
         cache = self.scheduler._pool.cache
-        stack = [(cache._root, list[int]())] if isinstance(cache, RadixCache) else []
+        if not isinstance(cache, RadixCache):
+            return
+        stack = [(child, list[int]()) for child in cache._root.children.values()]
         while stack:
             node, before = stack.pop()
             tokens = before + node.tokens.tolist()
             held = [cell for page in node.pages.tolist() for cell in self.engine.memory[page]]
-            assert held == cells(tokens)[len(before) :]
+            assert held == cells(tokens, cache._find_namespace(node).adapter_id)[len(before) :]
             stack.extend((child, tokens) for child in node.children.values())
 
     def total(self, counter: str) -> int:

@@ -4,7 +4,8 @@ The KV cell of a token is a hash of the token and of all cells before it, *as re
 the next token is a function of all cells. A row that points at a wrong page, a page that was freed and
 overwritten, or a chunk that was never computed yields other tokens than ``continuation``, and other
 log-probabilities than ``token_logprobs``. ``NAN`` stands for a NaN: a cell becomes one where ``nan_token`` is
-computed, or where any cell before it is one. Steps run only when their result is requested, in the order of
+computed, or where any cell before it is one. An adapter in the LoRA slot of a row changes where its hashes begin, so a wrong
+adapter at any token changes the tokens, too. Steps run only when their result is requested, in the order of
 launch, so a plan that is changed after its launch is noticed, too.
 """
 
@@ -17,6 +18,7 @@ import numpy as np
 from skiff_runtime.messages import NO_TOKEN
 from skiff_runtime.step import (
     NAN_LOGITS,
+    NO_LORA_SLOT,
     LogprobsOutput,
     PromptLogprobsOutput,
     SlotOpened,
@@ -39,19 +41,23 @@ def _token(state: int) -> int:
     return (state >> 7) % VOCAB
 
 
-def cells(tokens: Sequence[int]) -> list[int]:
-    """Return the KV cells of a sequence."""
-    state, result = _START, []
+def _start_of(adapter_id: int) -> int:
+    return _mix(_START, adapter_id) if adapter_id else _START
+
+
+def cells(tokens: Sequence[int], adapter_id: int = 0) -> list[int]:
+    """Return the KV cells of a sequence, computed with an adapter or the base model (0)."""
+    state, result = _start_of(adapter_id), []
     for token in tokens:
         result.append(_mix(state, token))
         state = _mix(state, result[-1])
     return result
 
 
-def continuation(prompt: Sequence[int], count: int) -> list[int]:
+def continuation(prompt: Sequence[int], count: int, adapter_id: int = 0) -> list[int]:
     """Return the ``count`` tokens that a correct engine generates after ``prompt``."""
-    state = _START
-    for cell in cells(prompt):
+    state = _start_of(adapter_id)
+    for cell in cells(prompt, adapter_id):
         state = _mix(state, cell)
     output: list[int] = []
     for _ in range(count):
@@ -60,10 +66,12 @@ def continuation(prompt: Sequence[int], count: int) -> list[int]:
     return output
 
 
-def token_logprobs(before: Sequence[int], token: int, top: int) -> tuple[float, list[int], list[float]]:
+def token_logprobs(
+    before: Sequence[int], token: int, top: int, adapter_id: int = 0
+) -> tuple[float, list[int], list[float]]:
     """Return the log-probability of ``token`` after ``before`` by a correct engine, and its ``top`` tokens with theirs."""
-    state = _START
-    for cell in cells(before):
+    state = _start_of(adapter_id)
+    for cell in cells(before, adapter_id):
         state = _mix(state, cell)
     return _logprobs_of(state, token, top)
 
@@ -103,6 +111,9 @@ class SimulatedEngine:
         self._tokens = [[-1] * (max_model_len + 1) for _ in range(slots)]
         self._opened: dict[int, SlotOpened] = {}
         self._pending: deque[SimulatedStep] = deque()
+        self._lora_slots: dict[int, int] = {}
+        self.registered: set[int] = set()
+        """Adapters in host memory."""
 
     def launch(self, plan: StepPlan) -> SimulatedStep:
         assert plan.number == len(self.plans) + 1
@@ -110,6 +121,9 @@ class SimulatedEngine:
         assert all(column.dtype == np.int32 for column in columns) and plan.samples.dtype == np.bool_
         table_cells = list(zip(plan.page_slots.tolist(), plan.page_columns.tolist(), strict=True))
         assert len(set(table_cells)) == len(table_cells), "a cell of the page table is set twice"
+        loads = [load.lora_slot for load in plan.lora_loads]
+        assert len(set(loads)) == len(loads), "a LoRA slot is loaded twice"
+        assert all(load.adapter_id in self.registered for load in plan.lora_loads)
         self.plans.append(plan)
         self._pending.append(SimulatedStep(self, plan))
         return self._pending[-1]
@@ -118,6 +132,9 @@ class SimulatedEngine:
         """Run the oldest launched step."""
         step = self._pending.popleft()
         plan = step.plan
+        for load in plan.lora_loads:
+            assert load.adapter_id in self.registered, "dropped before the step that loads it has run"
+            self._lora_slots[load.lora_slot] = load.adapter_id
         for opened in plan.opened:
             self._tokens[opened.slot][: len(opened.tokens)] = opened.tokens.tolist()
             self._opened[opened.slot] = opened
@@ -178,7 +195,8 @@ class SimulatedEngine:
 
     def _read(self, slot: int, end: int) -> int:
         """Return the hash state after all cells before position ``end``."""
-        state = _START
+        lora_slot = self._opened[slot].lora_slot
+        state = _START if lora_slot == NO_LORA_SLOT else _start_of(self._lora_slots[lora_slot])
         for position in range(end):
             page = self.memory[self._pages[slot][position // self._page_size]]
             cell = page[position % self._page_size]

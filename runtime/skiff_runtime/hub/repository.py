@@ -15,6 +15,8 @@ from skiff_runtime.gguf.selection import select_by_quant_type
 
 CONFIG: Final = "config.json"
 GENERATION_CONFIG: Final = "generation_config.json"
+ADAPTER_CONFIG: Final = "adapter_config.json"
+ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"
 MAX_FILES: Final = 10_000
@@ -85,11 +87,19 @@ class RepositoryListing:
         suffixes = {Path(file.name).suffix for file in self.files}
         return SUFFIX in suffixes and ".safetensors" not in suffixes
 
+    @property
+    def is_adapter(self) -> bool:
+        """True for a LoRA adapter as peft writes it, without a model beside it."""
+        names = {file.name for file in self.files}
+        return ADAPTER_CONFIG in names and CONFIG not in names
+
     def config_files(self) -> list[RemoteFile]:
-        """Return the configuration, tokenizer and template files, none of a GGUF model.
+        """Return the configuration, tokenizer and template files, none of a GGUF model, and only one of an adapter.
 
         Raises ``FetchError`` without a config.json.
         """
+        if self.is_adapter:
+            return [file for file in self.files if file.name == ADAPTER_CONFIG]
         if self.is_gguf:
             return []
         found = [file for file in self.files if is_config_file(file.name)]
@@ -103,6 +113,8 @@ class RepositoryListing:
         A repository may hold the same weights twice, as consolidated.safetensors too; one set is enough. Of a GGUF
         model it is the one file of ``quant_type``. Raises ``FetchError`` if there are none.
         """
+        if self.is_adapter:
+            return self._adapter_weights()
         if self.is_gguf:
             return [self._gguf_file(quant_type)]
         if quant_type:
@@ -117,6 +129,14 @@ class RepositoryListing:
                 "the repository has no *.safetensors and no *.gguf files, and Skiff reads no other weight format"
             )
         return [found[SINGLE]] if SINGLE in found else list(found.values())
+
+    def _adapter_weights(self) -> list[RemoteFile]:
+        found = [file for file in self.files if file.name == ADAPTER_WEIGHTS]
+        if not found:
+            raise FetchError(
+                f"the adapter has no {ADAPTER_WEIGHTS}, and Skiff reads no other format: save it with safetensors"
+            )
+        return found
 
     def _gguf_file(self, quant_type: str) -> RemoteFile:
         names = [file.name for file in self.files if file.name.endswith(SUFFIX)]

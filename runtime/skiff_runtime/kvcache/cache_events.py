@@ -5,6 +5,7 @@ Nothing is recorded until ``PrefixCache.watch``. What is recorded then leaves wi
 
 import numpy as np
 
+from skiff_runtime.kvcache.namespace import CacheNamespace
 from skiff_runtime.messages import CacheEvents, KVBlocksRemoved, KVBlocksStored
 from skiff_runtime.prompt_blocks import HASH_DTYPE
 
@@ -34,9 +35,12 @@ class CacheEventLog:
         """Record that a prompt block has entered or left the cache; only its last change counts."""
         self._prompts[block] = stored
 
-    def record_stored(self, hashes: list[int], parent: int | None, token_ids: bytes) -> None:
+    def record_stored(
+        self, hashes: list[int], parent: int | None, token_ids: bytes, namespace: CacheNamespace
+    ) -> None:
         """Record KV blocks that follow each other, behind the block ``parent``; ``token_ids`` as in ``KVBlocksStored``."""
-        self._blocks.append(KVBlocksStored(hashes, parent, token_ids))
+        adapter = namespace.adapter_id, namespace.adapter_name
+        self._blocks.append(KVBlocksStored(hashes, parent, token_ids, *adapter))
 
     def record_removed(self, hashes: list[int]) -> None:
         """Record KV blocks that are gone."""

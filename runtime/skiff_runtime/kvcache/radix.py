@@ -21,6 +21,7 @@ import numpy as np
 
 from skiff_runtime.kvcache.block_hash import hash_blocks
 from skiff_runtime.kvcache.cache_events import CacheEventLog
+from skiff_runtime.kvcache.namespace import CacheNamespace
 from skiff_runtime.kvcache.prefix_cache import (
     NO_PAGES,
     InsertResult,
@@ -277,11 +278,20 @@ class RadixCache(PrefixCache):
         """Hash the pages of a node whose ancestors have hashes, and record them as stored."""
         parent = node.parent
         assert parent is not None
-        salt = node.key[: -self.page_size * node.tokens.itemsize] if parent is self._root else b""
+        namespace = self._find_namespace(node)
         before = parent.block_hashes[-1] if parent.block_hashes else None
-        node.block_hashes = hash_blocks(node.tokens, self.page_size, parent=before, salt=salt)
+        node.block_hashes = hash_blocks(
+            node.tokens, self.page_size, parent=before, salt=namespace.hash_salt()
+        )
         token_ids = node.tokens.astype(Wire.TOKEN, copy=False).tobytes() if self._watches_tokens else b""
-        self._events.record_stored(node.block_hashes, before, token_ids)
+        self._events.record_stored(node.block_hashes, before, token_ids, namespace)
+
+    def _find_namespace(self, node: RadixNode) -> CacheNamespace:
+        """Return the namespace of a node: the key of its uppermost ancestor contains it."""
+        while node.parent is not self._root:
+            assert node.parent is not None
+            node = node.parent
+        return CacheNamespace.decode(node.key[: -self.page_size * node.tokens.itemsize])
 
     def _forget(self, node: RadixNode, depth: int) -> None:
         """Record that the pages of a node behind the first ``depth`` of its prefix are removed."""

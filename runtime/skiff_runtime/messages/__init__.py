@@ -22,6 +22,13 @@ from skiff_runtime.messages.lifecycle import (
     ServiceReady,
     Serving,
 )
+from skiff_runtime.messages.lora import (
+    AdapterLoaded,
+    AdapterRead,
+    AdapterRefused,
+    LoadAdapter,
+    UnloadAdapter,
+)
 from skiff_runtime.messages.pooling import PooledVector, PoolingKind, PoolingSpec
 from skiff_runtime.messages.requests import (
     AbortRequest,
@@ -69,6 +76,9 @@ __all__ = [
     "MAX_MESSAGE_BYTES",
     "NO_TOKEN",
     "AbortRequest",
+    "AdapterLoaded",
+    "AdapterRead",
+    "AdapterRefused",
     "CacheEvents",
     "ChatPrompt",
     "CompiledGrammar",
@@ -86,6 +96,7 @@ __all__ = [
     "Heartbeat",
     "KVBlocksRemoved",
     "KVBlocksStored",
+    "LoadAdapter",
     "PhaseReport",
     "PooledVector",
     "PoolingKind",
@@ -119,6 +130,7 @@ __all__ = [
     "TokenLogprobs",
     "TokenText",
     "TokenizeRequest",
+    "UnloadAdapter",
     "Usage",
     "WatchCache",
     "Wire",

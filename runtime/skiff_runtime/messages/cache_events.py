@@ -18,12 +18,15 @@ class WatchCache(Struct, frozen=True, tag="watch_cache", array_like=True):
 class KVBlocksStored(Struct, frozen=True, array_like=True, tag="stored"):
     """KV blocks entered the cache: consecutive ones, behind the block ``parent``, which is None at a sequence's start.
 
-    ``token_ids``: bytes of ``Wire.TOKEN``, those of all blocks in turn; b"" unless they are watched.
+    ``token_ids``: bytes of ``Wire.TOKEN``, those of all blocks in turn; b"" unless they are watched. ``adapter_id`` and
+    ``adapter_name``: of the LoRA adapter that computed them, 0 and "" for the base model.
     """
 
     hashes: list[int]
     parent: int | None
     token_ids: bytes = b""
+    adapter_id: int = 0
+    adapter_name: str = ""
 
 
 class KVBlocksRemoved(Struct, frozen=True, array_like=True, tag="removed"):

@@ -5,6 +5,7 @@ from typing import Any
 from msgspec import Struct
 
 from skiff_runtime.messages.encoding import FinishReason
+from skiff_runtime.messages.lora import AdapterRead, LoadAdapter, UnloadAdapter
 from skiff_runtime.messages.pooling import PoolingSpec
 from skiff_runtime.messages.sampling_spec import CompiledGrammar, Grammar, SamplingSpec
 from skiff_runtime.prompt_blocks import PromptBlocks
@@ -57,7 +58,8 @@ class TokenizeRequest(Struct, frozen=True, tag="tokenize", array_like=True):
     ``sampling.max_tokens`` 0: as many tokens as context and KV cache leave. ``copies``: the number of
     requests to make of it, with consecutive uids and seeds from the given ones. A lower ``priority`` runs
     earlier. Requests share cached prefixes only under the same ``cache_salt``. With ``pooling`` nothing is generated.
-    ``prompt_blocks``: those of its prompt, while a router watches; they are reported once they are cached.
+    ``prompt_blocks``: those of its prompt, while a router watches; they are reported once they are cached. ``adapter_id``: the
+    LoRA adapter that it runs on, 0 for the base model.
     """
 
     uid: int
@@ -71,6 +73,7 @@ class TokenizeRequest(Struct, frozen=True, tag="tokenize", array_like=True):
     options: PromptOptions = PromptOptions()
     pooling: PoolingSpec | None = None
     prompt_blocks: PromptBlocks | None = None
+    adapter_id: int = 0
 
 
 class EncodeRequest(Struct, frozen=True, tag="encode", array_like=True):
@@ -95,7 +98,8 @@ class DecodeRequest(Struct, frozen=True, tag="decode", array_like=True):
 class GenerateRequest(Struct, frozen=True, tag="generate", array_like=True):
     """tokenizer -> rank 0: generate, or with ``pooling`` compute a vector.
 
-    ``token_ids``: bytes of ``Wire.TOKEN``, at least one; ``max_tokens`` 0 and ``prompt_blocks`` as above.
+    ``token_ids``: bytes of ``Wire.TOKEN``, at least one; ``max_tokens`` 0, ``prompt_blocks`` and ``adapter_id`` as
+    above.
     """
 
     uid: int
@@ -107,6 +111,7 @@ class GenerateRequest(Struct, frozen=True, tag="generate", array_like=True):
     cache_salt: bytes = b""
     pooling: PoolingSpec | None = None
     prompt_blocks: PromptBlocks | None = None
+    adapter_id: int = 0
 
 
 class AbortRequest(Struct, frozen=True, tag="abort", array_like=True):
@@ -142,6 +147,8 @@ class RankInputs(Struct, frozen=True, tag="inbox", array_like=True):
     ``grammars``: those of requests that rank 0 holds back until it has loaded them; the others load them now.
     """
 
-    items: list[GenerateRequest | AbortRequest | FlushCache | Shutdown]
+    items: list[
+        GenerateRequest | AbortRequest | FlushCache | LoadAdapter | UnloadAdapter | AdapterRead | Shutdown
+    ]
     checksum: int = 0
     grammars: list[CompiledGrammar] = []

@@ -12,6 +12,7 @@ from skiff_runtime.messages.lifecycle import (
     ServiceReady,
     Serving,
 )
+from skiff_runtime.messages.lora import LoadAdapter, UnloadAdapter
 from skiff_runtime.messages.requests import (
     AbortRequest,
     DecodeRequest,
@@ -24,8 +25,17 @@ from skiff_runtime.messages.requests import (
 from skiff_runtime.messages.text_batch import Decoded, Encoded, TextBatch
 from skiff_runtime.messages.token_batch import RequestFailed, TokenBatch
 
-ToTokenizer = TokenizeRequest | EncodeRequest | DecodeRequest | AbortRequest | FlushCache | WatchCache
-ToScheduler = GenerateRequest | AbortRequest | FlushCache | WatchCache
+ToTokenizer = (
+    TokenizeRequest
+    | EncodeRequest
+    | DecodeRequest
+    | AbortRequest
+    | FlushCache
+    | WatchCache
+    | LoadAdapter
+    | UnloadAdapter
+)
+ToScheduler = GenerateRequest | AbortRequest | FlushCache | WatchCache | LoadAdapter | UnloadAdapter
 ToLeader = ToScheduler | ProfileSteps
 """Rank 0 handles a profile itself; the scheduler does not see it."""
 ToDetokenizer = TokenBatch

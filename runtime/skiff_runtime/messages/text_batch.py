@@ -3,6 +3,7 @@
 from msgspec import Struct
 
 from skiff_runtime.messages.cache_events import CacheEvents
+from skiff_runtime.messages.lora import AdapterLoaded, AdapterRefused
 from skiff_runtime.messages.pooling import PooledVector
 from skiff_runtime.messages.token_batch import Flushed, RequestFailed, StepStats, StreamOpened
 
@@ -78,3 +79,4 @@ class TextBatch(Struct, frozen=True, tag="text", array_like=True):
     opened: list[StreamOpened] = []
     pooled: list[PooledVector] = []
     cache_events: CacheEvents | None = None
+    adapters: list[AdapterLoaded | AdapterRefused] = []

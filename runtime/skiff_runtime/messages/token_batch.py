@@ -4,6 +4,7 @@ from msgspec import Struct
 
 from skiff_runtime.errors import RequestError
 from skiff_runtime.messages.cache_events import CacheEvents
+from skiff_runtime.messages.lora import AdapterLoaded, AdapterRefused
 from skiff_runtime.messages.pooling import PooledVector
 from skiff_runtime.messages.requests import TextOptions
 
@@ -61,6 +62,10 @@ class StepStats(Struct, frozen=True, array_like=True):
     contained NaN. ``graphs_pending``: CUDA graphs that are not captured yet. ``queued_uncached_tokens``: those of
     ``queued_tokens`` that were not cached; ``prefill_tokens_left``: prompt tokens of running requests that no step has
     computed yet, both for routers.
+
+    ``running_adapters``, ``waiting_adapters`` and ``resident_adapters``: ids of the LoRA adapters of running requests, of
+    waiting requests, and of those in a LoRA slot. ``adapter_reads``, ``adapter_loads`` and ``adapter_evictions``: adapters that
+    were read into host memory, copied into a slot, and replaced in one.
     """
 
     queued: int = 0
@@ -83,6 +88,12 @@ class StepStats(Struct, frozen=True, array_like=True):
     graphs_pending: int = 0
     queued_uncached_tokens: int = 0
     prefill_tokens_left: int = 0
+    running_adapters: list[int] = []
+    waiting_adapters: list[int] = []
+    resident_adapters: list[int] = []
+    adapter_reads: int = 0
+    adapter_loads: int = 0
+    adapter_evictions: int = 0
 
 
 class TokenLogprobs(Struct, frozen=True, array_like=True):
@@ -130,3 +141,4 @@ class TokenBatch(Struct, frozen=True, tag="tokens", array_like=True):
     flushed: list[Flushed] = []
     pooled: list[PooledVector] = []
     cache_events: CacheEvents | None = None
+    adapters: list[AdapterLoaded | AdapterRefused] = []

@@ -13,6 +13,15 @@ from skiff_runtime.models.config import ModelConfig, read_model_config
 _FILE: Final = "launch.json"
 
 
+class StartAdapter(msgspec.Struct, frozen=True):
+    """A LoRA adapter of ``--lora``: ``path`` is the directory that its URI was resolved to."""
+
+    adapter_id: int
+    name: str
+    uri: str
+    path: str
+
+
 class Role(StrEnum):
     """The kinds of child processes."""
 
@@ -24,15 +33,21 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """The resolved configuration, the model's configuration, and the private directory (0700) of the sockets."""
+    """The resolved configuration, the model's configuration, and the private directory (0700) of the sockets.
+
+    ``adapters``: those of ``--lora``, whose ids are 1, 2, ... in their order.
+    """
 
     config: Config
     model: ModelConfig
     run_dir: Path
+    adapters: tuple[StartAdapter, ...] = ()
 
     def write(self) -> None:
         """Write the launch file for the children, which read the model's own files themselves."""
-        content = _LaunchFile(self.config, str(self.model.path), str(self.model.tokenizer_path))
+        content = _LaunchFile(
+            self.config, str(self.model.path), str(self.model.tokenizer_path), self.adapters
+        )
         file = self.run_dir / _FILE
         file.touch(mode=0o600)  # it holds the API keys
         file.write_bytes(msgspec.json.encode(content))
@@ -46,7 +61,7 @@ class Launch:
             Path(content.model_path), max_model_len=config.max_model_len, rope_scaling=config.rope_scaling
         )
         model = replace(model, tokenizer_path=Path(content.tokenizer_path))
-        return Launch(config=config, model=model, run_dir=run_dir)
+        return Launch(config=config, model=model, run_dir=run_dir, adapters=content.adapters)
 
 
 class _LaunchFile(msgspec.Struct):
@@ -55,3 +70,4 @@ class _LaunchFile(msgspec.Struct):
     config: Config
     model_path: str
     tokenizer_path: str
+    adapters: tuple[StartAdapter, ...]

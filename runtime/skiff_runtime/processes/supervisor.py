@@ -31,6 +31,7 @@ from skiff_runtime.messages import (
 )
 from skiff_runtime.messages.transport import Endpoints, Receiver, Sender
 from skiff_runtime.models.config import ModelConfig
+from skiff_runtime.processes.adapter_files import locate_start_adapters
 from skiff_runtime.processes.child_process import process_name
 from skiff_runtime.processes.children import ChildExit, Children, make_run_dir
 from skiff_runtime.processes.heartbeat_monitor import ChildReport, HeartbeatMonitor
@@ -46,8 +47,12 @@ _API: Final = process_name(Role.API, 0)
 
 
 def serve(config: Config, model: ModelConfig) -> int:
-    """Run a service until it stops or fails; return the exit code."""
-    launch = Launch(config=config, model=model, run_dir=make_run_dir())
+    """Run a service until it stops or fails; return the exit code.
+
+    Raises ``ConfigError`` or ``FetchError`` for an adapter of ``--lora`` that is not there.
+    """
+    adapters = locate_start_adapters(config)
+    launch = Launch(config=config, model=model, run_dir=make_run_dir(), adapters=adapters)
     try:
         launch.write()
         return Supervisor(launch).run()

@@ -6,6 +6,7 @@ from skiff_runtime import log
 from skiff_runtime.config import Config
 from skiff_runtime.errors import QueueFull, RequestError
 from skiff_runtime.messages import AbortRequest, GenerateRequest, RequestFailed
+from skiff_runtime.scheduler.adapters import Adapters
 from skiff_runtime.scheduler.kv_cache_manager import KVCacheManager
 from skiff_runtime.scheduler.request import (
     NO_SLOT,
@@ -34,6 +35,7 @@ class ActiveRequests:
         slots: Slots,
         kv_cache: KVCacheManager,
         replies: TokenBatchBuilder,
+        adapters: Adapters,
     ) -> None:
         self._limits = limits
         self._max_queued_tokens = config.max_queued_tokens
@@ -43,6 +45,7 @@ class ActiveRequests:
         self._slots = slots
         self._kv_cache = kv_cache
         self._replies = replies
+        self._adapters = adapters
         self._by_uid: dict[int, Request] = {}
         self._arrivals = 0
         self._ended: list[Request] = []
@@ -59,7 +62,11 @@ class ActiveRequests:
         )
         try:
             request = make_request(
-                message, queue_key=queue_key, limits=self._limits, page_size=self._kv_cache.page_size
+                message,
+                queue_key=queue_key,
+                limits=self._limits,
+                page_size=self._kv_cache.page_size,
+                namespace=self._adapters.make_namespace(message),
             )
             self._check_queued_tokens(request)
         except RequestError as error:
@@ -67,7 +74,7 @@ class ActiveRequests:
             return
         request.uncached_tokens = self._kv_cache.estimate_uncached_tokens(request)
         self._by_uid[request.uid] = request
-        self._queue.push(request)
+        self._adapters.enqueue(request)
 
     def _check_queued_tokens(self, request: Request) -> None:
         """Raise ``QueueFull`` if the waiting prompts are too long already. An empty queue takes any prompt."""
@@ -86,8 +93,15 @@ class ActiveRequests:
             return
         self._replies.add_end(request.uid, message.finish)
         if request.slot == NO_SLOT:
-            self._queue.remove(request)
+            self._adapters.withdraw(request)
         self._end(request)
+
+    def fail_waiting(self, requests: Iterable[Request], error: RequestError) -> None:
+        """End waiting requests with an error."""
+        for request in requests:
+            self._replies.add_failure(RequestFailed.of(request.uid, error))
+            self._adapters.withdraw(request)
+            self._end(request)
 
     def end_slots(self, slots: Iterable[int]) -> None:
         """End the requests in these slots, whose finish reasons have been reported."""
@@ -104,6 +118,7 @@ class ActiveRequests:
                 in_flight.append(request)
             else:
                 self._kv_cache.free(request)
+                self._adapters.release(request)
         self._ended = in_flight
 
     def _end(self, request: Request) -> None:

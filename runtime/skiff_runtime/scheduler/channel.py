@@ -2,9 +2,9 @@
 
 from abc import ABC, abstractmethod
 
-from skiff_runtime.messages import Shutdown, TokenBatch, ToScheduler
+from skiff_runtime.messages import AdapterRead, Shutdown, TokenBatch, ToScheduler
 
-SchedulerInput = ToScheduler | Shutdown
+SchedulerInput = ToScheduler | AdapterRead | Shutdown
 
 
 class Channel(ABC):

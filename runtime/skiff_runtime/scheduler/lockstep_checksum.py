@@ -3,6 +3,8 @@
 from typing import Final
 from zlib import crc32
 
+import numpy as np
+
 from skiff_runtime.kvcache.prefix_cache import Int32
 from skiff_runtime.step import StepPlan
 
@@ -22,6 +24,8 @@ class LockstepChecksum:
         self._add(step.page_ids)
         for opened in step.opened:
             self._add(opened.tokens)
+        for load in step.lora_loads:
+            self._add(np.array([load.lora_slot, load.adapter_id], np.int32))
         if step.captures_graph:
             self.value = crc32(_CAPTURE, self.value)
 

@@ -9,6 +9,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from skiff_runtime.errors import ContextTooLong, InvalidRequest
+from skiff_runtime.kvcache.namespace import CacheNamespace
 from skiff_runtime.kvcache.prefix_cache import Int32, PrefixHandle
 from skiff_runtime.messages import (
     CompiledGrammar,
@@ -20,9 +21,12 @@ from skiff_runtime.messages import (
     Wire,
 )
 from skiff_runtime.prompt_blocks import PROMPT_BLOCK_BYTES, PromptBlocks
+from skiff_runtime.step import NO_LORA_SLOT
 
 NO_SLOT: Final = -1
 NEVER_LOOKED_UP: Final = -1
+NO_REQUEST_BEFORE: Final = (-(1 << 62), 0)
+"""A queue key that is lower than that of any request."""
 QueueKey = tuple[int, int]
 """A request's order in the queue; the lowest key runs first. See ``make_queue_key``."""
 
@@ -44,11 +48,16 @@ class Request:
     """With it, the request ends when its prompt has been computed, and generates nothing."""
     priority: int = 0
     salt: bytes = b""
+    adapter_id: int = 0
+    """The LoRA adapter that it runs on; 0 for the base model."""
+    lora_slot: int = NO_LORA_SLOT
+    """While it has a slot: the LoRA slot of its adapter."""
     slot: int = NO_SLOT
     handle: PrefixHandle | None = None
     """While it has a slot: the locked prefix of its page-table row, whose pages the prefix cache owns."""
     times_overtaken: int = 0
-    """Requests with longer cached prefixes that ran before it, though they were behind it in the queue."""
+    """Requests that ran before it though they were behind it in the queue: they had longer cached prefixes, or an adapter in a
+    LoRA slot."""
     num_cached_pages: int = 0
     """Pages of its prompt that were cached at the last lookup."""
     cache_version: int = NEVER_LOOKED_UP
@@ -131,7 +140,12 @@ def make_queue_key(*, arrival: int, priority: int, arrivals_per_level: int) -> Q
 
 
 def make_request(
-    message: GenerateRequest, *, queue_key: QueueKey, limits: RequestLimits, page_size: int
+    message: GenerateRequest,
+    *,
+    queue_key: QueueKey,
+    limits: RequestLimits,
+    page_size: int,
+    namespace: CacheNamespace,
 ) -> Request:
     """Make a ``Request`` of a message. Raises ``RequestError`` if it could never run to its end.
 
@@ -161,7 +175,8 @@ def make_request(
         grammar=message.grammar,
         pooling=message.pooling,
         priority=message.priority,
-        salt=message.cache_salt,
+        salt=namespace.encode(),
+        adapter_id=namespace.adapter_id,
         prompt_blocks=place_prompt_blocks(message.prompt_blocks, len(tokens), page_size),
     )
 

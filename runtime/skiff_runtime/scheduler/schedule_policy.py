@@ -12,7 +12,7 @@ from operator import attrgetter
 from typing import Final
 
 from skiff_runtime.kvcache.prefix_cache import PrefixCache
-from skiff_runtime.scheduler.request import Request
+from skiff_runtime.scheduler.request import NO_SLOT, Request
 from skiff_runtime.scheduler.request_queue import RequestQueue
 
 LOOKUP_WINDOW: Final = 1024
@@ -39,7 +39,7 @@ class SchedulePolicy(ABC):
     def candidates(self) -> Iterator[Request]:
         """Yield the waiting requests in the order of admission.
 
-        The caller takes each request out of the queue before it requests the next one.
+        The caller takes each request out of the queue, or has it held back, before it requests the next one.
         """
 
 
@@ -77,9 +77,10 @@ class LpmPolicy(SchedulePolicy):
             due = (index for index, each in enumerate(left) if each.times_overtaken >= self._max_overtaken)
             chosen = next(due, lengths.index(max(lengths)))
             yield left[chosen]
-            # Reached only if the chosen request was admitted: one that is refused overtakes nothing.
-            for each in left[:chosen]:
-                each.times_overtaken += 1
+            # Reached only if the chosen request was admitted or is held back: one that is refused overtakes nothing.
+            if left[chosen].slot != NO_SLOT:
+                for each in left[:chosen]:
+                    each.times_overtaken += 1
             del left[chosen], lengths[chosen]
 
     def _look_up(self, waiting: list[Request]) -> None:

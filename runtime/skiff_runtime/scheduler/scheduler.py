@@ -6,26 +6,40 @@ step late; the extra token is dropped.
 """
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
 
 import numpy as np
 
 from skiff_runtime.config import Config
+from skiff_runtime.errors import InternalError
 from skiff_runtime.kvcache.naive import NaiveCache
 from skiff_runtime.kvcache.page_pool import PagePool
 from skiff_runtime.kvcache.prefix_cache import PrefixCache
 from skiff_runtime.kvcache.radix import RadixCache
-from skiff_runtime.messages import AbortRequest, FlushCache, Flushed, GenerateRequest, WatchCache
+from skiff_runtime.messages import (
+    AbortRequest,
+    AdapterRead,
+    FlushCache,
+    Flushed,
+    GenerateRequest,
+    LoadAdapter,
+    UnloadAdapter,
+    WatchCache,
+)
 from skiff_runtime.scheduler.active_requests import ActiveRequests
+from skiff_runtime.scheduler.adapter_store import AdapterStore
+from skiff_runtime.scheduler.adapters import Adapters
 from skiff_runtime.scheduler.capture_schedule import CaptureSchedule
 from skiff_runtime.scheduler.channel import Channel, SchedulerInput
 from skiff_runtime.scheduler.kv_cache_manager import KVCacheManager
 from skiff_runtime.scheduler.lockstep_checksum import LockstepChecksum
+from skiff_runtime.scheduler.lora_slots import LoraSlots
 from skiff_runtime.scheduler.request import RequestLimits
 from skiff_runtime.scheduler.request_queue import RequestQueue
 from skiff_runtime.scheduler.result_processor import ResultProcessor
-from skiff_runtime.scheduler.schedule_policy import make_schedule_policy
+from skiff_runtime.scheduler.schedule_policy import OVERTAKING_BATCHES, make_schedule_policy
 from skiff_runtime.scheduler.slots import Slots
 from skiff_runtime.scheduler.step_planner import PlannedStep, StepPlanner
 from skiff_runtime.scheduler.step_stats import StepStatsRecorder
@@ -54,10 +68,13 @@ class Scheduler:
         engine: StepEngine,
         channel: Channel,
         num_deferred_graphs: int = 0,
+        adapter_store: AdapterStore | None = None,
+        adapters: Sequence[LoadAdapter] = (),
     ) -> None:
         """Make the scheduler of a resolved ``config`` over the ``num_pages`` of the engine's KV pool.
 
-        ``num_deferred_graphs`` is the number of CUDA graphs that the engine captures as the plans say.
+        ``num_deferred_graphs`` is the number of CUDA graphs that the engine captures as the plans say. ``adapter_store``:
+        the engine's LoRA adapters, with ``--enable-lora``; ``adapters``: those that it has read at the start.
         """
         assert config.max_model_len is not None
         self._engine = engine
@@ -75,6 +92,16 @@ class Scheduler:
         self._queue = queue = RequestQueue()
         self._kv_cache = kv_cache = KVCacheManager(pool, slots)
         self._replies = replies = TokenBatchBuilder()
+        lora_slots = LoraSlots(config.max_loras if config.enable_lora else 0)
+        self._adapters = Adapters(
+            slots=lora_slots,
+            host_limit=config.max_cpu_loras or config.max_loras,
+            max_overtaken=OVERTAKING_BATCHES * config.running_limit,
+            queue=queue,
+            replies=replies,
+            store=adapter_store,
+        )
+        self._adapters.preload(adapters)
         self._requests = ActiveRequests(
             config,
             limits=RequestLimits(config.max_model_len, num_pages * config.page_size),
@@ -82,13 +109,22 @@ class Scheduler:
             slots=slots,
             kv_cache=kv_cache,
             replies=replies,
+            adapters=self._adapters,
         )
         policy = make_schedule_policy(config.schedule_policy, queue, cache, max_running=config.running_limit)
-        self._planner = StepPlanner(config, slots=slots, queue=queue, policy=policy, kv_cache=kv_cache)
+        self._planner = StepPlanner(
+            config, slots=slots, queue=queue, policy=policy, kv_cache=kv_cache, adapters=self._adapters
+        )
         self._results = ResultProcessor(eos_token_ids=eos_token_ids, slots=slots, replies=replies)
         self._captures = CaptureSchedule(num_deferred_graphs)
         self._stats = StepStatsRecorder(
-            pool=pool, queue=queue, slots=slots, results=self._results, captures=self._captures
+            pool=pool,
+            queue=queue,
+            slots=slots,
+            results=self._results,
+            captures=self._captures,
+            lora_slots=lora_slots,
+            adapters=self._adapters,
         )
         self._checksum = LockstepChecksum()
         self._in_flight: deque[InFlightStep] = deque()
@@ -99,6 +135,13 @@ class Scheduler:
     def is_idle(self) -> bool:
         """True when nothing is queued, running or in flight."""
         return not (self._in_flight or len(self._queue) or self._slots.num_occupied)
+
+    @property
+    def _only_waits_for_adapters(self) -> bool:
+        """True when all requests are held back until an adapter has been read."""
+        return not (
+            self._in_flight or self._queue.num_ready or self._slots.num_occupied or self._adapters.has_changed
+        )
 
     @property
     def num_pending_captures(self) -> int:
@@ -116,10 +159,14 @@ class Scheduler:
         if idle and self._checks_when_idle and self._needs_check:
             self.check()
             self._needs_check = False
-        wait = idle and not (self._captures.num_pending or self._cache.has_pending_events)
+        can_proceed = (
+            self._captures.num_pending or self._cache.has_pending_events or self._adapters.has_changed
+        )
+        wait = not can_proceed and (idle or self._only_waits_for_adapters)
         for item in self._channel.receive(wait=wait, checksum=self.checksum):
             self._take(item)
         self._requests.free_ended()
+        self._adapters.advance()
         if self._planner.is_out_of_pages():
             self._retire_until(0)  # its end may free pages; a plan that preempts must find nothing in flight
         launched = not self._should_stop and self._launch()
@@ -132,6 +179,7 @@ class Scheduler:
         """Assert that every page is exactly one of free, cached and owned by a request."""
         pending = [page for step in self._in_flight for page in step.planned.duplicates]
         self._pool.check(np.concatenate([self._kv_cache.owned_pages(), *pending]))
+        self._adapters.check(self._slots.requests())
 
     def _take(self, item: SchedulerInput) -> None:
         self._needs_check = True
@@ -141,6 +189,13 @@ class Scheduler:
             self._requests.abort(item)
         elif isinstance(item, FlushCache):
             self._flush(item.uid)
+        elif isinstance(item, LoadAdapter):
+            self._adapters.load(item)
+        elif isinstance(item, UnloadAdapter):
+            self._adapters.unload(item)
+        elif isinstance(item, AdapterRead):
+            error = InternalError(f"the adapter could not be read again: {item.fault}")
+            self._requests.fail_waiting(self._adapters.finish_read(item), error)
         elif isinstance(item, WatchCache):
             self._cache.watch(prompts=item.prompts, blocks=item.blocks, tokens=item.tokens)
         else:

@@ -6,7 +6,7 @@ import numpy as np
 
 from skiff_runtime.kvcache.prefix_cache import Int32
 from skiff_runtime.scheduler.slots import SlotIndices
-from skiff_runtime.step import SlotOpened, StepPlan
+from skiff_runtime.step import LoraLoad, SlotOpened, StepPlan
 
 
 class PrefillChunk(NamedTuple):
@@ -36,6 +36,7 @@ class StepBuilder:
         self._chunks: list[PrefillChunk] = []
         self._cells: list[PageTableCells] = []
         self._opened: list[SlotOpened] = []
+        self._lora_loads: list[LoraLoad] = []
 
     @property
     def num_rows(self) -> int:
@@ -44,6 +45,10 @@ class StepBuilder:
     def add_opened(self, opened: SlotOpened) -> None:
         """Add a request that takes its slot with this step."""
         self._opened.append(opened)
+
+    def add_lora_load(self, load: LoraLoad) -> None:
+        """Add an adapter that takes a LoRA slot with this step."""
+        self._lora_loads.append(load)
 
     def add_chunk(self, chunk: PrefillChunk) -> None:
         """Add a prefill row."""
@@ -78,6 +83,7 @@ class StepBuilder:
             page_slots=page_slots,
             page_columns=page_columns,
             page_ids=page_ids,
+            lora_loads=tuple(self._lora_loads),
         )
 
     def _join_cells(self, index: int) -> Int32:

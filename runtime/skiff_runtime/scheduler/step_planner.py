@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from skiff_runtime.config import Config
 from skiff_runtime.kvcache.prefix_cache import Int32
+from skiff_runtime.scheduler.adapters import Adapters
 from skiff_runtime.scheduler.admission import Admission
 from skiff_runtime.scheduler.kv_cache_manager import KVCacheManager, PageTableFixups
 from skiff_runtime.scheduler.request import QueueKey, Request
@@ -47,6 +48,7 @@ class StepPlanner:
         queue: RequestQueue,
         policy: SchedulePolicy,
         kv_cache: KVCacheManager,
+        adapters: Adapters,
     ) -> None:
         self._budget = config.max_num_batched_tokens
         self._mixed_budget = config.mixed_prefill_tokens or config.max_num_batched_tokens
@@ -54,6 +56,7 @@ class StepPlanner:
         self._queue = queue
         self._policy = policy
         self._kv_cache = kv_cache
+        self._adapters = adapters
         self._admission = Admission(kv_cache.page_size)
         self._fixups = PageTableFixups()
         self._started: list[Request] = []
@@ -135,7 +138,12 @@ class StepPlanner:
             return
         expected_pages = self._admission.estimate_pages(self._slots)
         for request in self._policy.candidates():
-            if budget <= 0 or self._slots.is_full or not self._try_open(builder, request, expected_pages):
+            if budget <= 0 or self._slots.is_full:
+                return
+            if not self._adapters.can_start(request):
+                self._adapters.hold_back(request)
+                continue
+            if not self._try_open(builder, request, expected_pages):
                 return
             self._queue.remove(request)
             length = self._plan_chunk(builder, request, budget)
@@ -158,6 +166,8 @@ class StepPlanner:
             self._kv_cache.release_match(match)
             return False
         self._kv_cache.allocate(request, match)
+        if (load := self._adapters.acquire(request)) is not None:
+            builder.add_lora_load(load)
         builder.add_opened(
             SlotOpened(
                 request.slot,
@@ -166,6 +176,7 @@ class StepPlanner:
                 request.prompt_tokens,
                 request.grammar,
                 request.pooling,
+                request.lora_slot,
             )
         )
         builder.set_cells_from(request.slot, 0, match.pages)
@@ -213,6 +224,7 @@ class StepPlanner:
         request = max((slots.request(int(slot)) for slot in np.flatnonzero(slots.alive)), key=_get_queue_key)
         request.preempt(slots.tokens[request.slot, : slots.num_tokens[request.slot]].copy())
         self._kv_cache.free(request)
+        self._adapters.release(request)
         self._fixups.discard(request)
         self._admission.raise_ratio(slots)
         self._queue.push(request)

@@ -5,7 +5,9 @@ from typing import Any
 
 from skiff_runtime.kvcache.page_pool import PagePool
 from skiff_runtime.messages import StepStats
+from skiff_runtime.scheduler.adapters import Adapters
 from skiff_runtime.scheduler.capture_schedule import CaptureSchedule
+from skiff_runtime.scheduler.lora_slots import LoraSlots
 from skiff_runtime.scheduler.request_queue import RequestQueue
 from skiff_runtime.scheduler.result_processor import ResultProcessor
 from skiff_runtime.scheduler.slots import Slots
@@ -23,12 +25,17 @@ class StepStatsRecorder:
         slots: Slots,
         results: ResultProcessor,
         captures: CaptureSchedule,
+        lora_slots: LoraSlots,
+        adapters: Adapters,
     ) -> None:
         self._pool = pool
         self._queue = queue
         self._slots = slots
         self._results = results
         self._captures = captures
+        self._lora_slots = lora_slots
+        self._adapters = adapters
+        self._reported_adapters = {"adapter_reads": 0, "adapter_loads": 0, "adapter_evictions": 0}
         self._reported_evictions = 0
         self._reported_corruptions = 0
         self._busy_since = 0.0
@@ -79,4 +86,20 @@ class StepStatsRecorder:
             "evicted_pages": evicted,
             "corrupted": corrupted,
             "graphs_pending": self._captures.num_pending,
+            **self._read_adapters(),
+        }
+
+    def _read_adapters(self) -> dict[str, Any]:
+        """Return the gauges of LoRA adapters, and what was added to their counters since the last call."""
+        slots, before = self._lora_slots, self._reported_adapters
+        self._reported_adapters = {
+            "adapter_reads": self._adapters.num_reads,
+            "adapter_loads": slots.num_loads,
+            "adapter_evictions": slots.num_evictions,
+        }
+        return {
+            "running_adapters": slots.used_adapters(),
+            "waiting_adapters": self._queue.adapters(),
+            "resident_adapters": slots.resident_adapters(),
+            **{name: count - before[name] for name, count in self._reported_adapters.items()},
         }

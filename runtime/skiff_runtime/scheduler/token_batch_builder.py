@@ -8,6 +8,8 @@ from numpy.typing import NDArray
 
 from skiff_runtime.messages import (
     NO_TOKEN,
+    AdapterLoaded,
+    AdapterRefused,
     CacheEvents,
     FinishReason,
     Flushed,
@@ -40,11 +42,12 @@ class TokenBatchBuilder:
         self._prompt_logprobs: list[PromptLogprobs] = []
         self._flushed: list[Flushed] = []
         self._pooled: list[PooledVector] = []
+        self._adapters: list[AdapterLoaded | AdapterRefused] = []
         self._num_rows = 0
 
     @property
     def is_empty(self) -> bool:
-        return not (self._opened or self._failed or self._uids or self._flushed)
+        return not (self._opened or self._failed or self._uids or self._flushed or self._adapters)
 
     def add_opened(self, request: Request, started_at: float) -> None:
         """Add a request that runs for the first time, in a step that is launched at ``started_at`` (``perf_counter``)."""
@@ -73,6 +76,10 @@ class TokenBatchBuilder:
     def add_flush(self, flushed: Flushed) -> None:
         """Add the result of a flush of the prefix cache."""
         self._flushed.append(flushed)
+
+    def add_adapter(self, reply: AdapterLoaded | AdapterRefused) -> None:
+        """Add the reply to the load of an adapter."""
+        self._adapters.append(reply)
 
     def add_prompt_logprobs(self, logprobs: PromptLogprobs) -> None:
         """Add log-probabilities of a part of a prompt."""
@@ -115,6 +122,7 @@ class TokenBatchBuilder:
             flushed=self._flushed,
             pooled=self._pooled,
             cache_events=cache_events,
+            adapters=self._adapters,
         )
         self._reset()
         return batch

@@ -15,7 +15,7 @@ from skiff_runtime.hub.file_lock import WAIT_SECONDS, exclusive_lock
 from skiff_runtime.hub.hub_reference import SCHEME as HUB_SCHEME
 from skiff_runtime.hub.hub_reference import parse_reference
 from skiff_runtime.hub.model_cache import ModelCache
-from skiff_runtime.hub.repository import CONFIG, POOLING_CONFIG, RemoteFile, RepositoryListing
+from skiff_runtime.hub.repository import ADAPTER_CONFIG, CONFIG, POOLING_CONFIG, RemoteFile, RepositoryListing
 from skiff_runtime.sources.directory_cache import DirectoryCache
 from skiff_runtime.sources.model_source import ModelSource, SourceListing, check_limits
 from skiff_runtime.sources.source_reference import (
@@ -226,9 +226,18 @@ def _download(
 
 
 def _find_folder(names: Sequence[str]) -> str:
-    """Return the one folder that contains the model, with a slash; "" if the model is at the top level."""
-    configs = [name for name in names if name.endswith(f"/{CONFIG}") and name.count("/") == 1]
-    return "" if CONFIG in names or len(configs) != 1 else configs[0].removesuffix(CONFIG)
+    """Return the one folder that contains the model or adapter, with a slash; "" if it is at the top level."""
+    for config in (CONFIG, ADAPTER_CONFIG):
+        if config in names:
+            return ""
+        folders = [
+            name.removesuffix(config)
+            for name in names
+            if name.endswith(f"/{config}") and name.count("/") == 1
+        ]
+        if folders:
+            return folders[0] if len(folders) == 1 else ""
+    return ""
 
 
 def _remove_others(target: Path, names: Sequence[str]) -> None:

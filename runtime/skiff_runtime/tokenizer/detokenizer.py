@@ -143,6 +143,7 @@ class _TextRows:
             opened=batch.opened,
             pooled=batch.pooled,
             cache_events=batch.cache_events,
+            adapters=batch.adapters,
         )
 
     def _encode_kept(self, column: NDArray[Any]) -> bytes:

@@ -51,6 +51,7 @@ class PromptBuilder:
             pooling=None if request.pooling is None else self._find_labels(request.pooling),
             # A prompt whose beginning is cut off has none of the blocks of its text.
             prompt_blocks=None if options.truncate_prompt_tokens else request.prompt_blocks,
+            adapter_id=request.adapter_id,
         )
 
     def encode(self, request: EncodeRequest) -> Encoded:

@@ -16,9 +16,11 @@ from skiff_runtime.messages import (
     EncodeRequest,
     FlushCache,
     GenerateRequest,
+    LoadAdapter,
     RequestFailed,
     TokenizeRequest,
     ToTokenizer,
+    UnloadAdapter,
     WatchCache,
 )
 from skiff_runtime.messages.transport import Receiver, Sender
@@ -36,7 +38,8 @@ NICENESS: Final = 5
 """On few cores, running streams come before waiting prompts: encoding a huge prompt may take seconds."""
 _INT64_HALF: Final = 1 << 63
 
-TokenizerMessage = TokenizeRequest | EncodeRequest | DecodeRequest | AbortRequest | FlushCache | WatchCache
+ForwardedMessage = AbortRequest | FlushCache | WatchCache | LoadAdapter | UnloadAdapter
+TokenizerMessage = TokenizeRequest | EncodeRequest | DecodeRequest | ForwardedMessage
 
 
 class TokenizerWorker:
@@ -61,7 +64,7 @@ class TokenizerWorker:
         if isinstance(message, AbortRequest) and (ended := self._grammars.abort(message)) is not None:
             self._api.send(ended)
             return
-        if isinstance(message, AbortRequest | FlushCache | WatchCache):
+        if isinstance(message, ForwardedMessage):
             self._scheduler.send(message)
             return
         try:

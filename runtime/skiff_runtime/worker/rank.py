@@ -18,6 +18,7 @@ from skiff_runtime.engine.engine import Engine
 from skiff_runtime.errors import SkiffError
 from skiff_runtime.kernels import kernel_cache
 from skiff_runtime.messages import (
+    AdapterRead,
     CompiledGrammar,
     GenerateRequest,
     ProfileSteps,
@@ -32,14 +33,15 @@ from skiff_runtime.messages.transport import Endpoints, Receiver, Sender
 from skiff_runtime.processes.child_process import Child
 from skiff_runtime.scheduler.channel import Channel, SchedulerInput
 from skiff_runtime.scheduler.scheduler import Scheduler
+from skiff_runtime.worker.adapter_reader import AdapterReader
 from skiff_runtime.worker.grammar_gate import GrammarGate, LoadGrammar
 from skiff_runtime.worker.step_profiler import StepProfiler
 from skiff_runtime.worker.step_watchdog import StepWatchdog
 
 IDLE_POLL_SECONDS: Final = 0.2
 """Most time that an idle rank 0 waits for a message before its next turn, in which it beats or stops."""
-GRAMMAR_POLL_SECONDS: Final = 0.002
-"""The same while a request waits until its grammar is loaded."""
+LOADING_POLL_SECONDS: Final = 0.002
+"""The same while a grammar or an adapter is being read for a request."""
 MAX_MESSAGES_PER_TURN: Final = 256
 """Most messages handled in one turn, so that a flood of them does not stall the running batch."""
 COLLECTIVE_MARGIN_SECONDS: Final = 60.0
@@ -65,9 +67,11 @@ class LeaderChannel(Channel):
         should_stop: Callable[[], bool],
         profiler: StepProfiler,
         read: LoadGrammar,
+        adapters: AdapterReader | None = None,
     ) -> None:
         self._inbox = inbox
         self._profiler = profiler
+        self._adapters = adapters
         self._gate = GrammarGate(read)
         self._detokenizer = Sender(endpoints.detokenizer)
         self._followers = [Sender(endpoints.rank(rank)) for rank in range(1, tp_size)]
@@ -80,9 +84,11 @@ class LeaderChannel(Channel):
         """
         self._profiler.before_turn(idle=wait)
         if wait:
-            self._inbox.socket.poll(int((GRAMMAR_POLL_SECONDS if self._gate else IDLE_POLL_SECONDS) * 1000))
+            is_loading = self._gate or (self._adapters is not None and self._adapters.is_reading)
+            self._inbox.socket.poll(int((LOADING_POLL_SECONDS if is_loading else IDLE_POLL_SECONDS) * 1000))
         arrived = self._drain_inbox()
-        items: list[SchedulerInput] = [*self._gate.admit(arrived)]
+        items: list[SchedulerInput] = [] if self._adapters is None else [*self._adapters.take_ended()]
+        items += self._gate.admit(arrived)
         if self._should_stop():
             items.append(Shutdown())
         if self._followers:
@@ -117,10 +123,18 @@ class LeaderChannel(Channel):
 class FollowerChannel(Channel):
     """Any other rank's channel: it receives what rank 0 received, and sends nothing."""
 
-    def __init__(self, inbox: Receiver[RankInputs], *, beat: Callable[[], None], read: LoadGrammar) -> None:
+    def __init__(
+        self,
+        inbox: Receiver[RankInputs],
+        *,
+        beat: Callable[[], None],
+        read: LoadGrammar,
+        adapters: AdapterReader | None = None,
+    ) -> None:
         self._inbox = inbox
         self._beat = beat
         self._read = read
+        self._adapters = adapters
 
     def receive(self, *, wait: bool, checksum: int) -> list[SchedulerInput]:
         """Return rank 0's messages of this turn. Raises ``LockstepError`` if rank 0 planned other steps."""
@@ -132,6 +146,10 @@ class FollowerChannel(Channel):
             )
         for grammar in inbox.grammars:
             self._read(grammar)
+        for item in inbox.items:
+            if isinstance(item, AdapterRead):
+                assert self._adapters is not None
+                self._adapters.settle(item, self._beat)
         return list(inbox.items)
 
     def send(self, batch: TokenBatch) -> None:

@@ -1,0 +1,47 @@
+"""The files of a LoRA adapter: a URI, as of a model, becomes a directory."""
+
+from pathlib import Path
+from typing import Final
+
+from skiff_runtime.config import Config
+from skiff_runtime.config.adapters import parse_adapters
+from skiff_runtime.errors import ConfigError
+from skiff_runtime.hub.fetch import default_hub_cache
+from skiff_runtime.hub.repository import ADAPTER_CONFIG
+from skiff_runtime.processes.launch import StartAdapter
+from skiff_runtime.sources.fetch import fetch_model, is_remote
+
+_FILE: Final = "file://"
+_SCHEME: Final = "://"
+
+
+def locate_adapter(uri: str, download_dir: str | None) -> Path:
+    """Return the directory of an adapter. One of a hub, an object store or a registry is downloaded if needed.
+
+    Raises ``ConfigError`` for a URI that names none, and ``FetchError``.
+    """
+    if is_remote(uri):
+        path = fetch_model(uri, None, Path(download_dir) if download_dir else default_hub_cache())
+    elif _SCHEME in uri.removeprefix(_FILE):
+        raise ConfigError(
+            f"{uri}: unknown scheme; give a directory, file:///path, hf://org/name, s3://bucket/prefix, gs://bucket/prefix "
+            "or oci://registry/repository:tag"
+        )
+    else:
+        path = Path(uri.removeprefix(_FILE)).absolute()
+    if not (path / ADAPTER_CONFIG).is_file():
+        raise ConfigError(f"{uri}: no adapter found: there is no {ADAPTER_CONFIG} in {path}")
+    return path
+
+
+def locate_start_adapters(config: Config) -> tuple[StartAdapter, ...]:
+    """Return the adapters of ``--lora``, with ids from 1 on. Raises ``ConfigError`` and ``FetchError``."""
+    found = []
+    for adapter_id, each in enumerate(parse_adapters(config.lora), 1):
+        if each.name == config.served_model_name:
+            raise ConfigError(
+                f"--lora {each.name}: this is the name of the model; give the adapter another one"
+            )
+        path = locate_adapter(each.uri, config.download_dir)
+        found.append(StartAdapter(adapter_id, each.name, each.uri, str(path)))
+    return tuple(found)
