@@ -28,6 +28,7 @@ _OWNED_FLAGS: Final = {
     contract.FLAG_MAX_LORAS: "spec.lora.maxLoras",
     contract.FLAG_MAX_LORA_RANK: "spec.lora.maxLoraRank",
     contract.FLAG_MAX_CPU_LORAS: "spec.lora.maxCpuLoras",
+    contract.FLAG_LORA_DOWNLOAD_DIR: "spec.cache",
 }
 
 

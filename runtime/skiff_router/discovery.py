@@ -16,7 +16,9 @@ from skiff_router.upstream import Address
 from skiff_runtime import contract
 
 SERVICE_NAME_LABEL: Final = "kubernetes.io/service-name"
-_EXPECTED_REASONS: Final = frozenset({"Loading", "NoPods", "LoadFailed", "PodUnreachable", "Unauthorized"})
+_EXPECTED_REASONS: Final = frozenset(
+    {"Loading", "NoPods", "LoadFailed", "PodUnreachable", "Unauthorized", "Fetching", "FetchFailed"}
+)
 """Of adapters that are not ready, but may be answered for by some pods, or by pods that start."""
 
 

@@ -89,6 +89,7 @@ FLAG_LORA: Final = "--lora"
 FLAG_MAX_LORAS: Final = "--max-loras"
 FLAG_MAX_LORA_RANK: Final = "--max-lora-rank"
 FLAG_MAX_CPU_LORAS: Final = "--max-cpu-loras"
+FLAG_LORA_DOWNLOAD_DIR: Final = "--lora-download-dir"
 
 ENV_LORA: Final = "SKIFF_LORA"
 """The values of `--lora`, separated by commas."""

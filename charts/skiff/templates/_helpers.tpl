@@ -166,7 +166,8 @@ tolerations: {{- toYaml . | nindent 2 }}
 {{- end }}
 - apiGroups: [""]
   resources: [pods]
-  verbs: [list, watch, patch] # patch: the cost of deletion, before a scale-in
+  # patch: the cost of deletion, before a scale-in; get and create: fetchers of LoRAAdapters with credentials
+  verbs: [get, list, watch, create, patch]
 - apiGroups: [events.k8s.io]
   resources: [events]
   verbs: [create]

@@ -21,14 +21,15 @@ from skiff_operator import ownership, status
 from skiff_operator.apply import clock
 from skiff_operator.cache import Cache, Entry
 from skiff_operator.client import Client
-from skiff_operator.errors import ApiConflict, ApiNotFound, OperatorError, Permanent
-from skiff_operator.kinds import CONFIG_MAP, LORA_ADAPTER, Stage
+from skiff_operator.errors import ApiConflict, ApiNotFound, ApiRefused, OperatorError, Permanent
+from skiff_operator.kinds import CONFIG_MAP, LORA_ADAPTER, POD, Stage
 from skiff_operator.log import logger
-from skiff_operator.lora import plan, report
+from skiff_operator.lora import fetcher, plan, report
 from skiff_operator.lora.admin_keys import AdminKeys, digest
 from skiff_operator.lora.index import Index
 from skiff_operator.lora.plan import Attempt, Fault, Step, View, Wanted
 from skiff_operator.lora.pod_client import PodClient
+from skiff_operator.lora.spec import LoRAAdapter
 from skiff_operator.observe import ReconcileRequest
 from skiff_operator.resources import lora_config
 from skiff_operator.settings import Settings
@@ -92,6 +93,7 @@ class LoRAController:
         self._resync_seconds = settings.resync_seconds
         self._synced = synced
         self._keys = AdminKeys(client, settings)
+        self._settings = settings
         self._pods = PodClient()
         self._services: dict[Key, _Service] = {}
         self._wanted = asyncio.Event()
@@ -189,6 +191,7 @@ class LoRAController:
             refused = [msgspec.structs.replace(each, problem=problem) for each in wanted]
             await self._report(key, entry, [plan.status(each, []) for each in refused])
             raise
+        wanted = await self._fetch(found, service, wanted, adapters)
         pods = _serving(entry)[:MAX_PODS]
         self._forget(service, pods)
         views = await self._observe(service, pods, admin_key)
@@ -200,6 +203,37 @@ class LoRAController:
         statuses = [plan.status(each, views) for each in wanted]
         self._plan_retry(service)
         await self._report(key, entry, statuses)
+
+    async def _fetch(
+        self, found: InferenceService, service: _Service, wanted: list[Wanted], adapters: list[LoRAAdapter]
+    ) -> list[Wanted]:
+        """Let fetchers download the adapters that need credentials; return all adapters, those as awaited that are not complete."""
+        by_name = {each.name: each for each in adapters if each.spec.credentials_secret_ref is not None}
+        result = []
+        for each in wanted:
+            adapter = by_name.get(each.source)
+            problem = await self._fetch_one(found, adapter) if adapter and each.problem is None else None
+            if problem is not None:
+                each = plan.awaiting(each, problem)
+                self._again(service, _ACTIVE_SECONDS)
+            result.append(each)
+        return result
+
+    async def _fetch_one(self, found: InferenceService, adapter: LoRAAdapter) -> Problem | None:
+        """Make the fetcher of an adapter if there is none; return what it waits for, None if it is complete."""
+        name = fetcher.name(adapter)
+        try:
+            live = await self._client.get(POD, adapter.namespace, name)
+        except ApiNotFound:
+            try:
+                live = await self._client.create(
+                    POD, adapter.namespace, fetcher.build(found, adapter, self._settings)
+                )
+            except ApiRefused as error:
+                return Problem("FetchFailed", str(error))
+        if not fetcher.is_own(live, adapter):
+            return Problem("NameConflict", f"pod {name} exists and is not this LoRAAdapter's; delete it")
+        return fetcher.progress(live)
 
     def _forget(self, service: _Service, pods: list[PodState]) -> None:
         """Drop what is known of pods that are gone, and of containers that ended: a new one has none of its adapters."""

@@ -11,7 +11,7 @@ import msgspec
 
 from skiff_operator import model_uri
 from skiff_operator.errors import InvalidSpec
-from skiff_operator.lora import report
+from skiff_operator.lora import fetcher, report
 from skiff_operator.lora.spec import LoRAAdapter
 from skiff_operator.resources import volumes
 from skiff_operator.spec import Adapter, InferenceService
@@ -28,7 +28,7 @@ _REFUSED_RETRY_SECONDS: Final = 300.0
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     """An adapter that pods shall have. `path` is its URI as pods understand it; `source` the LoRAAdapter, or empty.
 
-    With a `problem` it can be loaded nowhere.
+    With a `problem` it can be loaded nowhere; or not yet, if it is `awaited`: pods that have it keep it.
     """
 
     name: str
@@ -36,6 +36,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     path: str = ""
     source: str = ""
     problem: Problem | None = None
+    awaited: bool = False
 
 
 class Fault(msgspec.Struct, frozen=True):
@@ -88,13 +89,21 @@ def wanted(service: InferenceService, adapters: Sequence[LoRAAdapter]) -> list[W
     for given in service.spec.adapters:
         found.append(_wanted(service, given, "", taken, len(found)))
     for each in adapters:
-        if each.spec.credentials_secret_ref is not None:
-            text = "the pods cannot read credentials of adapters yet; use a source that needs none"
-            found.append(_refused(each, Problem("CredentialsUnsupported", text)))
+        if each.spec.credentials_secret_ref is not None and not fetcher.has_place(service):
+            text = (
+                "credentials stay with the pod that downloads, which needs a claim that the serving pods share; set "
+                f"spec.cache.claimName or size in InferenceService {service.name}"
+            )
+            found.append(_refused(each, Problem("NoSharedCache", text)))
             continue
         given = Adapter(name=each.served_name, uri=each.spec.uri)
         found.append(_wanted(service, given, each.name, taken, len(found)))
     return found
+
+
+def awaiting(each: Wanted, problem: Problem) -> Wanted:
+    """Return an adapter whose files are not there yet, for the reason of `problem`."""
+    return msgspec.structs.replace(each, problem=problem, awaited=True)
 
 
 def absent(adapters: Iterable[LoRAAdapter]) -> list[Wanted]:
@@ -137,11 +146,6 @@ def _path(service: InferenceService, uri: str) -> str:
         raise InvalidSpec(f"uri: {uri!r} has a comma, which separates adapters")
     source, model = model_uri.parse(uri, field="uri"), service.source
     if source.is_fetched:
-        if service.mounted_cache.name:
-            raise InvalidSpec(
-                f"uri: the pods mount ModelCache {service.mounted_cache.name} read-only, so they can download no adapters; set "
-                "spec.cache.claimName or size in the InferenceService"
-            )
         return uri
     if source.scheme == "pvc" and (model.scheme, model.location) == ("pvc", source.location):
         return f"{volumes.MODEL_DIRECTORY}/{source.path}"
@@ -165,13 +169,14 @@ def steps(
     its failed loads by name; `busy`: names with a request in flight.
     """
     shall = {each.name: each.path for each in adapters if each.problem is None}
+    kept = {each.name for each in adapters if each.awaited}
     in_flight = set(busy)
 
     def is_due(name: str, path: str) -> bool:
         last = attempts.get(name)
         return name not in in_flight and (last is None or last.path != path or last.not_before <= now)
 
-    surplus = sorted(listed.keys() - shall.keys())
+    surplus = sorted(listed.keys() - shall.keys() - kept)
     found = [Step("unload", name) for name in surplus if is_due(name, "")]
     for name, path in shall.items():
         if is_due(name, path) and not has(name, path, listed, loaded):

@@ -370,6 +370,14 @@ class Config:
         "maximum number of adapters in host memory; others are read again from their files when a request needs them "
         "(default: four times --max-loras)",
     )
+    lora_download_dir: str | None = option(
+        None, "LoRA", "directory of downloaded adapters (default: --download-dir, beside models)"
+    )
+
+    @property
+    def adapters_dir(self) -> str | None:
+        """Directory of downloaded adapters; None for the hub's cache."""
+        return self.lora_download_dir or self.download_dir
 
     @property
     def running_limit(self) -> int:

@@ -42,6 +42,6 @@ def locate_start_adapters(config: Config) -> tuple[StartAdapter, ...]:
             raise ConfigError(
                 f"--lora {each.name}: this is the name of the model; give the adapter another one"
             )
-        path = locate_adapter(each.uri, config.download_dir)
+        path = locate_adapter(each.uri, config.adapters_dir)
         found.append(StartAdapter(adapter_id, each.name, each.uri, str(path)))
     return tuple(found)
