@@ -36,7 +36,6 @@ from skiff_runtime.conversion.tokenizer_json import find_or_convert_tokenizer
 from skiff_runtime.errors import ConfigError, FetchError, ModelError
 from skiff_runtime.hub.fetch import Peers, default_hub_cache, disk_errors
 from skiff_runtime.hub.hub_reference import DEFAULT_REVISION
-from skiff_runtime.hub.repository import ADAPTER_CONFIG, CONFIG
 from skiff_runtime.sources.fetch import fetch_model, is_remote, wait_for_model
 
 CHECK_SECONDS: Final = 30.0
@@ -183,14 +182,12 @@ def _peers(arguments: argparse.Namespace) -> Peers | None:
 
 
 def _fetch(arguments: argparse.Namespace, peers: Peers | None) -> Path:
-    """Fetch the model, or wait for it, and convert its tokenizer; an adapter has none. Raises ``FetchError``."""
+    """Fetch the model, or wait for it, and convert its tokenizer. Raises ``FetchError``."""
     cache_dir = arguments.download_dir or default_hub_cache()
     if arguments.wait:
         path = wait_for_model(arguments.model, arguments.revision, cache_dir)
     else:
         path = fetch_model(arguments.model, arguments.revision, cache_dir, peers=peers)
-    if (path / ADAPTER_CONFIG).is_file() and not (path / CONFIG).is_file():
-        return path
     try:
         find_or_convert_tokenizer(path, tokenizer_cache_dirs(arguments.download_dir))
     except ModelError as error:  # the server reports it again, and exits
