@@ -84,7 +84,10 @@ class PromptBlocksChanged(Struct, frozen=True, tag="prompt_blocks"):
 
 
 class BlockStored(Struct, frozen=True, tag="BlockStored"):
-    """Consecutive KV blocks entered the cache, behind ``parent_block_hash``; their token ids are left out."""
+    """Consecutive KV blocks entered the cache, behind ``parent_block_hash``; their token ids are left out.
+
+    ``lora_id`` and ``lora_name``: of the adapter that computed them, None for the base model.
+    """
 
     block_hashes: list[int]
     parent_block_hash: int | None
@@ -92,6 +95,7 @@ class BlockStored(Struct, frozen=True, tag="BlockStored"):
     token_ids: list[int] = []
     lora_id: int | None = None
     medium: str = "GPU"
+    lora_name: str | None = None
 
 
 class BlockRemoved(Struct, frozen=True, tag="BlockRemoved"):

@@ -25,11 +25,14 @@ from skiff_runtime.config import Config
 from skiff_runtime.messages import (
     NO_TOKEN,
     AbortRequest,
+    AdapterLoaded,
+    AdapterRefused,
     CacheEvents,
     FinishReason,
     FlushCache,
     Flushed,
     GenerateRequest,
+    LoadAdapter,
     PhaseReport,
     PooledVector,
     PromptLogprobs,
@@ -42,13 +45,14 @@ from skiff_runtime.messages import (
     TokenLogprobs,
     ToScheduler,
     ToSupervisor,
+    UnloadAdapter,
     Wire,
 )
 from skiff_runtime.messages.transport import Endpoints, Receiver, Sender
 from skiff_runtime.metrics.exposition import METRICS_TTL_SECONDS
 from skiff_runtime.models.config import read_model_config
 from skiff_runtime.processes.child_process import process_name
-from skiff_runtime.processes.launch import Launch, Role
+from skiff_runtime.processes.launch import Launch, Role, StartAdapter
 
 NAME: Final = "tiny"
 CONTEXT: Final = 512
@@ -123,6 +127,7 @@ class Rank:
         flushed: Sequence[Flushed] = (),
         pooled: Sequence[PooledVector] = (),
         cache_events: CacheEvents | None = None,
+        adapters: Sequence[AdapterLoaded | AdapterRefused] = (),
     ) -> None:
         """Send the output of one step."""
         uids, tokens, finishes = zip(*rows, strict=True) if rows else ((), (), ())
@@ -139,6 +144,7 @@ class Rank:
                 flushed=list(flushed),
                 pooled=list(pooled),
                 cache_events=cache_events,
+                adapters=list(adapters),
             )
         )
 
@@ -174,7 +180,7 @@ def vector_of(prompt: Sequence[int], labels: Sequence[int] = ()) -> list[float]:
 class Echo(threading.Thread):
     """Serves every request by repeating its prompt, one token per step for all running requests.
 
-    A request with pooling gets ``vector_of`` its prompt.
+    A request with pooling gets ``vector_of`` its prompt. An adapter is refused if its path contains ``refused``.
     """
 
     def __init__(self, rank: Rank) -> None:
@@ -183,6 +189,9 @@ class Echo(threading.Thread):
         self._running: dict[int, list[int]] = {}
         self._stop_it = threading.Event()
         self.aborted: list[int] = []
+        self.requests: list[GenerateRequest] = []
+        self.adapters: dict[int, LoadAdapter] = {}
+        """Those that are loaded, by id."""
 
     def run(self) -> None:
         while not self._stop_it.is_set():
@@ -199,6 +208,7 @@ class Echo(threading.Thread):
     def _handle(self, messages: list[ToScheduler]) -> None:
         for message in messages:
             if isinstance(message, GenerateRequest):
+                self.requests.append(message)
                 self._rank.start(message)
                 if message.pooling is not None:
                     self._rank.finish_pooled(message)
@@ -206,9 +216,23 @@ class Echo(threading.Thread):
                 self._running[message.uid] = self._rank.prompt_ids(message)
             elif isinstance(message, FlushCache):
                 self._rank.step([], flushed=[Flushed(message.uid, pages=3, running=len(self._running))])
+            elif isinstance(message, LoadAdapter):
+                self._load(message)
+            elif isinstance(message, UnloadAdapter):
+                self.adapters.pop(message.adapter_id, None)
             elif isinstance(message, AbortRequest) and self._running.pop(message.uid, None) is not None:
                 self.aborted.append(message.uid)
                 self._rank.finish(message.uid, message.finish)
+
+    def _load(self, message: LoadAdapter) -> None:
+        reply: AdapterLoaded | AdapterRefused = AdapterLoaded(message.uid, message.adapter_id)
+        if "refused" in message.path:
+            reply = AdapterRefused(
+                message.uid, message.adapter_id, "its rank is 64, and --max-lora-rank is 16"
+            )
+        else:
+            self.adapters[message.adapter_id] = message
+        self._rank.step([], adapters=[reply])
 
     def stop(self) -> None:
         self._stop_it.set()
@@ -225,6 +249,7 @@ class Frontend:
     supervisor: "Receiver[object]"
     processes: dict[str, "subprocess.Popen[bytes]"]
     url: str = ""
+    echo: Echo | None = None
     http: httpx.Client = field(default_factory=lambda: httpx.Client(timeout=TIMEOUT_SECONDS, verify=False))
 
     def post(self, path: str, **body: object) -> httpx.Response:
@@ -258,12 +283,14 @@ def answer(response: httpx.Response) -> tuple[str, str]:
 
 
 @contextmanager
-def running_frontend(model: Path, *, ready: bool = True, **options: object) -> Iterator[Frontend]:
+def running_frontend(
+    model: Path, *, ready: bool = True, adapters: tuple[StartAdapter, ...] = (), **options: object
+) -> Iterator[Frontend]:
     """Start the frontend processes on a free port; afterwards kill them and delete their files."""
     config = Config(model=str(model), port=0, served_model_name=NAME, max_model_len=CONTEXT)
     config = replace(config, log_level="debug", **options)  # type: ignore[arg-type]
     run_dir = Path(tempfile.mkdtemp(prefix="skiff-test-"))
-    launch = Launch(config=config, model=read_model_config(model), run_dir=run_dir)
+    launch = Launch(config=config, model=read_model_config(model), run_dir=run_dir, adapters=adapters)
     launch.write()
     endpoints = Endpoints(run_dir)
     supervisor: Receiver[object] = Receiver(endpoints.supervisor, ToSupervisor)
@@ -291,7 +318,7 @@ def running_frontend(model: Path, *, ready: bool = True, **options: object) -> I
 def echoing_frontend(model: Path, **options: object) -> Iterator[Frontend]:
     """Start the frontend processes, with an ``Echo`` behind them."""
     with running_frontend(model, **options) as front:  # type: ignore[arg-type]
-        echo = Echo(front.rank)
+        front.echo = echo = Echo(front.rank)
         echo.start()
         yield front
         echo.stop()

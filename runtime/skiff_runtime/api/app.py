@@ -6,6 +6,7 @@ from typing import Any, Final
 from fastapi import Depends, FastAPI
 
 from skiff_runtime import contract
+from skiff_runtime.api.dispatch.adapter_manager import AdapterManager
 from skiff_runtime.api.dispatch.dispatcher import Dispatcher
 from skiff_runtime.api.dispatch.rpc import RpcClient
 from skiff_runtime.api.dispatch.service_status import ServiceStatus
@@ -25,6 +26,7 @@ from skiff_runtime.api.http.middleware import (
     ResponseHeadersMiddleware,
 )
 from skiff_runtime.api.http.request_body import BodyReader
+from skiff_runtime.api.routes.adapters import make_adapter_routes
 from skiff_runtime.api.routes.admin import make_admin_routes
 from skiff_runtime.api.routes.events import EventsEndpoint, make_event_routes
 from skiff_runtime.api.routes.exception_handlers import add_exception_handlers
@@ -69,9 +71,11 @@ def build_app(
     metrics: Metrics,
     events: StateStream,
     access: AccessPolicy,
+    model: ServedModel,
+    adapters: AdapterManager,
 ) -> AccessMiddleware:
     """Return the application behind its middleware, which passes generation requests directly to their endpoints."""
-    config, model = launch.config, ServedModel.from_launch(launch)
+    config = launch.config
     body = BodyReader(config.max_request_bytes, max_values=2 * model.max_model_len)
     settings = GenerationSettings.from_config(config)
     store = ResponseStore()
@@ -95,6 +99,7 @@ def build_app(
             body=body,
             settings=settings,
             events=events,
+            adapters=adapters,
         )
         for path, name, prepare in endpoints
     }
@@ -122,6 +127,7 @@ def build_app(
     app.include_router(make_pooling_routes(), **writes)
     app.include_router(make_tokenization_routes(model, rpc), **writes)
     app.include_router(make_admin_routes(dispatcher, rpc), **writes)
+    app.include_router(make_adapter_routes(adapters), **writes)
     app.include_router(make_server_info_routes(launch, model, status), **reads)
     app.include_router(make_probe_routes(status, dispatcher, metrics))
     app.include_router(make_event_routes())

@@ -9,12 +9,14 @@ import uvloop
 
 from skiff_runtime import log
 from skiff_runtime.api.app import build_app
+from skiff_runtime.api.dispatch.adapter_manager import AdapterManager
 from skiff_runtime.api.dispatch.dispatcher import Dispatcher
 from skiff_runtime.api.dispatch.kv_event_publisher import make_kv_event_publisher
 from skiff_runtime.api.dispatch.rpc import RpcClient
 from skiff_runtime.api.dispatch.service_status import ServiceState, ServiceStatus
 from skiff_runtime.api.dispatch.state_stream import StateStream
 from skiff_runtime.api.dispatch.tracing import RequestTracer
+from skiff_runtime.api.formats.served_model import ServedModel
 from skiff_runtime.api.http.auth import AccessPolicy
 from skiff_runtime.api.http.http_server import HttpServer, make_http_server
 from skiff_runtime.api.http.key_file import KeyFile
@@ -23,6 +25,7 @@ from skiff_runtime.api.http.listener import listen
 from skiff_runtime.config import Config
 from skiff_runtime.errors import InternalError, SkiffError, Unavailable
 from skiff_runtime.messages import (
+    AdapterRefused,
     Decoded,
     Drain,
     Encoded,
@@ -78,6 +81,9 @@ class ApiServer:
             connections=lambda: len(self._http.server_state.connections),
             phase_seconds=self._status.phase_seconds,
             heartbeats=self._status.heartbeats,
+            max_loras=config.max_loras if config.enable_lora else 0,
+            num_adapters=lambda: len(self._adapters),
+            adapter_names=lambda ids: self._adapters.find_names(ids),
         )
         self._tracer = _make_tracer(child)
         tokenizers = [
@@ -91,6 +97,15 @@ class ApiServer:
             on_end=None if self._tracer is None else self._tracer.record,
         )
         self._rpc = RpcClient(tokenizers, self._status)
+        self._model = ServedModel.from_launch(child.launch)
+        self._adapters = AdapterManager(
+            config,
+            self._model,
+            child.launch.adapters,
+            rpc=self._rpc,
+            dispatcher=self._dispatcher,
+            scheduler=tokenizers[0],
+        )
         self._publisher = make_kv_event_publisher(config)
         self._events = StateStream(
             config,
@@ -99,6 +114,7 @@ class ApiServer:
             in_flight=lambda: len(self._dispatcher),
             prompt_bytes=self._dispatcher.prompt_bytes,
             publisher=self._publisher,
+            adapters=self._adapters.describe if config.enable_lora else None,
         )
         self._inbox: Receiver[ApiMessage] = Receiver(child.endpoints.api, ToApi)
         self._access = AccessPolicy.from_config(config)
@@ -115,6 +131,8 @@ class ApiServer:
             metrics=self._metrics,
             events=self._events,
             access=self._access,
+            model=self._model,
+            adapters=self._adapters,
         )
         return make_http_server(
             app, max_connections=self._child.launch.config.max_connections, close_seconds=DRAIN_CLOSE_SECONDS
@@ -199,6 +217,10 @@ class ApiServer:
                 self._events.record_batch(message)
                 for flushed in message.flushed:
                     self._rpc.resolve(flushed)
+                for reply in message.adapters:
+                    if isinstance(reply, AdapterRefused):
+                        self._adapters.leave_out(reply)
+                    self._rpc.resolve(reply)
             case RequestFailed():
                 self._dispatcher.fail(message)
                 self._rpc.fail(message)

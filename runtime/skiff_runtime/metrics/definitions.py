@@ -1,6 +1,6 @@
 """Definitions of all metrics of the runtime, and the collector that exposes them to Prometheus."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from prometheus_client.core import Metric
@@ -59,9 +59,10 @@ _REFUSALS: Final = {
 
 
 class _Gauges:
-    """Gauges, whose values are set at each scrape."""
+    """Gauges, whose values are set at each scrape. ``max_loras``: the number of LoRA slots."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_loras: int) -> None:
+        self._max_loras = max_loras
         self.queued = Gauge(contract.METRIC_QUEUED, "Waiting requests.")
         self.running = Gauge(contract.METRIC_RUNNING, "Running requests.")
         self.in_flight = Gauge(contract.METRIC_IN_FLIGHT, "Accepted requests that have not ended.")
@@ -80,6 +81,12 @@ class _Gauges:
         self.up = Gauge(contract.METRIC_PROCESS_UP, "1 while the process runs, else 0.", ("process",))
         self.silent = Gauge(
             contract.METRIC_HEARTBEAT_AGE, "Seconds since the last heartbeat of the process.", ("process",)
+        )
+        self.adapters = Gauge(contract.METRIC_ADAPTERS, "LoRA adapters that requests may choose.")
+        self.lora_slots = Gauge(
+            contract.METRIC_LORA_SLOTS,
+            "LoRA slots by state: used by running requests, idle with an adapter, or empty.",
+            ("state",),
         )
         self.routing_queued = Gauge(contract.ROUTING_QUEUED, "Waiting requests, for routers.")
         self.routing_running = Gauge(contract.ROUTING_RUNNING, "Running requests, for routers.")
@@ -102,6 +109,10 @@ class _Gauges:
         self.graphs_pending.set(stats.graphs_pending)
         for state, pages in (("free", stats.pages_free), ("cached", stats.pages_cached), ("used", used)):
             self.pages.set(pages, state)
+        used_slots, resident = len(stats.running_adapters), len(stats.resident_adapters)
+        self.lora_slots.set(used_slots, "used")
+        self.lora_slots.set(resident - used_slots, "idle")
+        self.lora_slots.set(max(0, self._max_loras - resident), "empty")
         self.routing_cache.clear()
         self.routing_cache.set(1, str(stats.page_size), str(stats.pages_total))
 
@@ -111,7 +122,8 @@ class Metrics(Collector):
 
     The callables are evaluated at each scrape, for the gauges whose values other objects own. ``heartbeats`` returns
     name, whether it runs, and seconds since its last heartbeat, of each process. With ``vllm_names``, the important ones are
-    exposed under vLLM's names, too.
+    exposed under vLLM's names, too. ``max_loras``: the number of LoRA slots; ``adapter_names`` returns the names of adapters by
+    their ids.
     """
 
     def __init__(
@@ -123,6 +135,9 @@ class Metrics(Collector):
         ready: Callable[[], bool],
         phase_seconds: Callable[[], dict[str, float]],
         heartbeats: Callable[[], list[tuple[str, bool, float]]],
+        max_loras: int = 0,
+        num_adapters: Callable[[], int] = lambda: 0,
+        adapter_names: Callable[[Sequence[int]], list[str]] = lambda _: [],
     ) -> None:
         self._vllm_names = vllm_names
         self._in_flight = in_flight
@@ -131,7 +146,10 @@ class Metrics(Collector):
         self._heartbeats = heartbeats
         self._phase_seconds = phase_seconds
         self._stats = StepStats()
-        self._gauges = _Gauges()
+        self._max_loras = max_loras
+        self._num_adapters = num_adapters
+        self._adapter_names = adapter_names
+        self._gauges = _Gauges(max_loras)
         self._define_requests()
         self._define_tokens()
         self._define_steps()
@@ -247,6 +265,16 @@ class Metrics(Collector):
         self._evicted = Counter(
             contract.METRIC_EVICTED_PAGES, "Pages that were evicted from the prefix cache."
         )
+        self._adapter_reads = Counter(
+            contract.METRIC_ADAPTER_READS, "LoRA adapters that were read into host memory."
+        )
+        self._adapter_loads = Counter(
+            contract.METRIC_ADAPTER_LOADS, "LoRA adapters that were copied into a LoRA slot."
+        )
+        self._adapter_evictions = Counter(
+            contract.METRIC_ADAPTER_EVICTIONS,
+            "LoRA adapters that were replaced in a LoRA slot by another one.",
+        )
         self._corrupted = Counter(
             contract.METRIC_CORRUPTED, "Requests that failed because their logits contained NaN."
         )
@@ -315,6 +343,9 @@ class Metrics(Collector):
         self._retracted.add(stats.preempted)
         self._evicted.add(stats.evicted_pages)
         self._corrupted.add(stats.corrupted)
+        self._adapter_reads.add(stats.adapter_reads)
+        self._adapter_loads.add(stats.adapter_loads)
+        self._adapter_evictions.add(stats.adapter_evictions)
         self._lookup.add(stats.lookup_tokens)
         self._hit.add(stats.hit_tokens)
         for seconds in stats.queue_seconds:
@@ -334,6 +365,7 @@ class Metrics(Collector):
         self._gauges.in_flight.set(self._in_flight())
         self._gauges.ready.set(int(self._ready()))
         self._gauges.connections.set(self._connections())
+        self._gauges.adapters.set(self._num_adapters())
         for phase, seconds in self._phase_seconds().items():
             self._gauges.phases.set(seconds, phase)
         for process, running, silent in self._heartbeats():
@@ -344,6 +376,11 @@ class Metrics(Collector):
             yield family.collect()
         if self._vllm_names is not None:
             yield from self._vllm_names.translate(families)
+            yield self._vllm_names.describe_adapters(
+                self._max_loras,
+                running=self._adapter_names(self._stats.running_adapters),
+                waiting=self._adapter_names(self._stats.waiting_adapters),
+            )
 
     def families(self) -> list[MetricFamily]:
         """Return every metric family."""

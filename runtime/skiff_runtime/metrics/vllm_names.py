@@ -5,6 +5,7 @@ labels that vLLM does not have; every series has vLLM's labels ``model_name`` an
 the runtime's own.
 """
 
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
@@ -45,8 +46,7 @@ NAMES: Final = {
 """vLLM's names, and the runtime's of the same quantity. ``time_per_output_token_seconds`` is the name that
 ``inter_token_latency_seconds`` had until vLLM 0.11; many dashboards still read it."""
 LORA_INFO: Final = "vllm:lora_requests_info"
-"""Adapters in use, which the endpoint picker of the Gateway API Inference Extension reads. Skiff serves none."""
-_LORA_LABELS: Final = {"max_lora": "0", "running_lora_adapters": "", "waiting_lora_adapters": ""}
+"""Adapters in use, which the endpoint picker of the Gateway API Inference Extension reads."""
 _LABELS: Final = {
     "le": "le",
     "finish_reason": "finished_reason",
@@ -72,9 +72,17 @@ class VllmNames:
         by_name = {family.name: family for family in families}
         for name, own in NAMES.items():
             yield self._rename(by_name[own], name)
+
+    def describe_adapters(self, max_loras: int, *, running: list[str], waiting: list[str]) -> Metric:
+        """Return the names of the adapters of running and of waiting requests; the value is the present Unix time."""
         lora = Metric(LORA_INFO, "Adapters of running and of waiting requests.", "gauge")
-        lora.add_sample(LORA_INFO, {**self._labels, **_LORA_LABELS}, 1)
-        yield lora
+        labels = {
+            "max_lora": str(max_loras),
+            "running_lora_adapters": ",".join(running),
+            "waiting_lora_adapters": ",".join(waiting),
+        }
+        lora.add_sample(LORA_INFO, {**self._labels, **labels}, time.time())
+        return lora
 
     def _rename(self, family: MetricFamily, name: str) -> Metric:
         source = family.collect()

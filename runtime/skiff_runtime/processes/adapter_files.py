@@ -3,9 +3,10 @@
 from pathlib import Path
 from typing import Final
 
+from skiff_runtime import log
 from skiff_runtime.config import Config
 from skiff_runtime.config.adapters import parse_adapters
-from skiff_runtime.errors import ConfigError
+from skiff_runtime.errors import ConfigError, FetchError
 from skiff_runtime.hub.fetch import default_hub_cache
 from skiff_runtime.hub.repository import ADAPTER_CONFIG
 from skiff_runtime.processes.launch import StartAdapter
@@ -35,13 +36,21 @@ def locate_adapter(uri: str, download_dir: str | None) -> Path:
 
 
 def locate_start_adapters(config: Config) -> tuple[StartAdapter, ...]:
-    """Return the adapters of ``--lora``, with ids from 1 on. Raises ``ConfigError`` and ``FetchError``."""
-    found = []
-    for adapter_id, each in enumerate(parse_adapters(config.lora), 1):
+    """Return the adapters of ``--lora`` that are there, with ids from 1 on; the others are logged and left out.
+
+    One adapter that is gone must not keep the model and all other adapters from being served. Raises ``ConfigError`` for an
+    adapter with the model's name.
+    """
+    found: list[StartAdapter] = []
+    for each in parse_adapters(config.lora):
         if each.name == config.served_model_name:
             raise ConfigError(
                 f"--lora {each.name}: this is the name of the model; give the adapter another one"
             )
-        path = locate_adapter(each.uri, config.adapters_dir)
-        found.append(StartAdapter(adapter_id, each.name, each.uri, str(path)))
+        try:
+            path = locate_adapter(each.uri, config.adapters_dir)
+        except (ConfigError, FetchError) as error:
+            log.error("adapter_left_out", adapter=each.name, uri=each.uri, reason=str(error))
+        else:
+            found.append(StartAdapter(len(found) + 1, each.name, each.uri, str(path)))
     return tuple(found)

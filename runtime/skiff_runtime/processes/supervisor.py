@@ -47,10 +47,7 @@ _API: Final = process_name(Role.API, 0)
 
 
 def serve(config: Config, model: ModelConfig) -> int:
-    """Run a service until it stops or fails; return the exit code.
-
-    Raises ``ConfigError`` or ``FetchError`` for an adapter of ``--lora`` that is not there.
-    """
+    """Run a service until it stops or fails; return the exit code."""
     adapters = locate_start_adapters(config)
     launch = Launch(config=config, model=model, run_dir=make_run_dir(), adapters=adapters)
     try:

@@ -13,7 +13,7 @@ further one does until it has started. Slots are then freed as running requests 
 the base model need no slot and never wait here.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Final
@@ -93,9 +93,16 @@ class Adapters:
         self.num_reads = 0
         """Reads into host memory that have succeeded since the start."""
 
-    def preload(self, adapters: Sequence[LoadAdapter]) -> None:
-        """Add the adapters of ``--lora``, which the store has read: it holds as many of them as fit into host memory."""
+    def preload(self, adapters: Sequence[LoadAdapter], faults: Mapping[int, str]) -> None:
+        """Add the adapters of ``--lora``, which the store has read: it holds as many of them as fit into host memory.
+
+        Those with ``faults`` are refused.
+        """
         for each in adapters:
+            if each.adapter_id in faults:
+                reply = AdapterRefused(each.uid, each.adapter_id, faults[each.adapter_id])
+                self._replies.add_adapter(reply)
+                continue
             adapter = Adapter(each.adapter_id, each.name, each.path)
             if self._num_copies < self._host_limit:
                 adapter.copy = HostCopy.PRESENT

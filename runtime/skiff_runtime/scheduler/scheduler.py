@@ -6,9 +6,10 @@ step late; the extra token is dropped.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
+from typing import Final
 
 import numpy as np
 
@@ -46,6 +47,8 @@ from skiff_runtime.scheduler.step_stats import StepStatsRecorder
 from skiff_runtime.scheduler.token_batch_builder import TokenBatchBuilder
 from skiff_runtime.step import StepEngine, StepHandle
 
+NO_FAULTS: Final[Mapping[int, str]] = {}
+
 
 @dataclass(frozen=True, slots=True)
 class InFlightStep:
@@ -70,11 +73,13 @@ class Scheduler:
         num_deferred_graphs: int = 0,
         adapter_store: AdapterStore | None = None,
         adapters: Sequence[LoadAdapter] = (),
+        adapter_faults: Mapping[int, str] = NO_FAULTS,
     ) -> None:
         """Make the scheduler of a resolved ``config`` over the ``num_pages`` of the engine's KV pool.
 
         ``num_deferred_graphs`` is the number of CUDA graphs that the engine captures as the plans say. ``adapter_store``:
-        the engine's LoRA adapters, with ``--enable-lora``; ``adapters``: those that it has read at the start.
+        the engine's LoRA adapters, with ``--enable-lora``; ``adapters``: those that it has read at the start, except those with
+        ``adapter_faults``.
         """
         assert config.max_model_len is not None
         self._engine = engine
@@ -101,7 +106,7 @@ class Scheduler:
             replies=replies,
             store=adapter_store,
         )
-        self._adapters.preload(adapters)
+        self._adapters.preload(adapters, adapter_faults)
         self._requests = ActiveRequests(
             config,
             limits=RequestLimits(config.max_model_len, num_pages * config.page_size),

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final, Protocol
 
 from skiff_runtime import log
-from skiff_runtime.errors import ConfigError, SkiffError
+from skiff_runtime.errors import SkiffError
 from skiff_runtime.messages import AdapterRead
 from skiff_runtime.processes.launch import StartAdapter
 from skiff_runtime.scheduler.adapter_store import AdapterStore
@@ -46,19 +46,24 @@ class AdapterReader(AdapterStore):
         """Return whether a read has begun whose end was not taken."""
         return bool(self._reading)
 
-    def preload(self, adapters: Sequence[StartAdapter], host_limit: int) -> None:
-        """Read and check the adapters of ``--lora``, and keep the first ``host_limit``.
+    def preload(self, adapters: Sequence[StartAdapter], host_limit: int) -> dict[int, str]:
+        """Read and check the adapters of ``--lora``, and keep the first ``host_limit`` that can be served.
 
-        Raises:
-            ConfigError: One of them cannot be served; the message names it.
+        Returns the reasons of the others by their ids; they are logged, too.
         """
-        for index, each in enumerate(adapters):
+        faults: dict[int, str] = {}
+        kept = 0
+        for each in adapters:
             try:
                 self._registry.register_adapter(each.adapter_id, each.path)
             except SkiffError as error:
-                raise ConfigError(f"--lora {each.name}={each.uri}: {error}") from None
-            if index >= host_limit:
+                log.error("adapter_left_out", adapter=each.name, uri=each.uri, reason=str(error))
+                faults[each.adapter_id] = str(error)
+                continue
+            kept += 1
+            if kept > host_limit:
                 self._registry.unregister_adapter(each.adapter_id)
+        return faults
 
     def begin_read(self, adapter_id: int, path: str) -> None:
         self._reading[adapter_id] = self._thread.submit(self._registry.register_adapter, adapter_id, path)

@@ -163,7 +163,7 @@ def test_batches_have_vllms_format(tmp_path: Path) -> None:
     assert (number, rank) == (0, 0) and ts > 1e9
     assert events == [
         ["AllBlocksCleared"],
-        ["BlockStored", [5, 6], None, [0, 1, 2, 3, 4, 5, 6, 7], 4, None, "GPU"],
+        ["BlockStored", [5, 6], None, [0, 1, 2, 3, 4, 5, 6, 7], 4, None, "GPU", None],
         ["BlockRemoved", [6], "GPU"],
     ]
 

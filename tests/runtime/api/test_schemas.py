@@ -79,7 +79,6 @@ REFUSED: dict[type[StrictModel], dict[str, Any]] = {
     GenerateBody: {
         "image_data": "x",
         "logprob_start_len": 0,
-        "lora_path": "x",
         "return_hidden_states": True,
         "return_text_in_logprobs": True,
     },

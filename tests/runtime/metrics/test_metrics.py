@@ -1,6 +1,7 @@
 """Metrics: the exposition is well formed, complete, documented and equal to the recorded events."""
 
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,12 @@ STATS = StepStats(
     lookup_tokens=40,
     hit_tokens=16,
     queue_seconds=[0.001, 0.2],
+    running_adapters=[2, 5],
+    waiting_adapters=[3],
+    resident_adapters=[2, 4, 5],
+    adapter_reads=1,
+    adapter_loads=2,
+    adapter_evictions=1,
 )
 
 
@@ -42,6 +49,9 @@ def make(vllm_names: VllmNames | None = None) -> Metrics:
         ready=lambda: True,
         phase_seconds=lambda: {"weights": 1.5},
         heartbeats=lambda: [("rank0", True, 0.5), ("tokenizer0", False, 61.0)],
+        max_loras=4,
+        num_adapters=lambda: 6,
+        adapter_names=lambda ids: [f"a{each}" for each in ids],
     )
     metrics.record_key_reload("--api-key-file", success=True)
     return metrics
@@ -98,6 +108,8 @@ def test_gauges_show_the_last_step() -> None:
         15,
         25,
     ]
+    assert found["skiff_lora_adapters"] == 6
+    assert [found[f"skiff_lora_slots{{state={state}}}"] for state in ("used", "idle", "empty")] == [2, 1, 1]
     assert found["skiff_requests_in_flight"] == 7
     assert found["skiff_ready"] == 1
     assert (found["skiff_http_connections"], found["skiff_queued_prompt_tokens"]) == (9, 900)
@@ -122,6 +134,8 @@ def test_counters_sum_over_events() -> None:
     assert found["skiff_cached_tokens_total"] == 12
     assert found["skiff_preemptions_total"] == 3
     assert found["skiff_evicted_pages_total"] == 12
+    assert found["skiff_lora_reads_total"] == found["skiff_lora_slot_evictions_total"] == 3
+    assert found["skiff_lora_slot_loads_total"] == 6
     assert found["skiff_requests_total{endpoint=chat,outcome=finished}"] == 1
     assert found["skiff_requests_total{endpoint=chat,outcome=rejected}"] == 1
     assert found["skiff_requests_total{endpoint=generate,outcome=failed}"] == 0
@@ -280,6 +294,11 @@ def test_vllm_names_have_the_values_of_our_own() -> None:
     assert found[f"vllm:request_time_per_output_token_seconds_count{base}"] == 1  # one had a single token
     assert found["vllm:request_success_total{engine=0,finished_reason=length,model_name=m}"] == 1
     assert found["vllm:cache_config_info{block_size=16,engine=0,model_name=m,num_gpu_blocks=100}"] == 1
+    [lora] = [name for name in found if name.startswith(LORA_INFO)]
+    assert lora == (
+        f"{LORA_INFO}{{engine=0,max_lora=4,model_name=m,running_lora_adapters=a2,a5,waiting_lora_adapters=a3}}"
+    )
+    assert found[lora] == pytest.approx(time.time(), abs=60)
     exposed = {name.partition("{")[0] for name in found if name.startswith("vllm:")}
     plain = {re.sub("_(bucket|sum|count)$", "", name) for name in exposed}
     assert plain == {*NAMES, LORA_INFO}

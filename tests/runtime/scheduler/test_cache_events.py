@@ -3,10 +3,10 @@
 import numpy as np
 from cache_mirror import CacheMirror
 from msgspec.structs import replace
-from scheduler_bench import EOS, SchedulerBench, generate
+from scheduler_bench import EOS, SchedulerBench, generate, load
 
 from skiff_runtime.kvcache.block_hash import hash_blocks
-from skiff_runtime.messages import FlushCache, GenerateRequest, WatchCache
+from skiff_runtime.messages import FlushCache, GenerateRequest, KVBlocksStored, WatchCache
 from skiff_runtime.prompt_blocks import HASH_DTYPE, PROMPT_BLOCK_BYTES, PromptBlocks
 from skiff_runtime.scheduler.request import place_prompt_blocks
 
@@ -53,6 +53,31 @@ def test_prompt_blocks_are_reported_when_their_pages_are_cached() -> None:
     bench.put(FlushCache(1))
     bench.turn()
     assert bench.mirror.prompts == bench.mirror.blocks == set()
+
+
+def test_blocks_of_an_adapter_are_named_by_its_name_and_not_by_its_number() -> None:
+    found: list[list[KVBlocksStored]] = []
+    for first_id in (1, 5):
+        bench = SchedulerBench(enable_lora=True, max_num_batched_tokens=200)
+        bench.put(WATCH, load(first_id, "sql"), load(first_id + 1, "chat"))
+        bench.turn()
+        bench.turn()
+        bench.put(*(generate(uid, PROMPT, adapter_id=uid and first_id + uid - 1) for uid in range(3)))
+        events: list[KVBlocksStored] = []
+        while not bench.scheduler.is_idle or bench.channel.arriving:
+            bench.scheduler.turn()
+            for batch in bench.channel.sent:
+                changes = batch.cache_events.blocks if batch.cache_events else []
+                events += [each for each in changes if isinstance(each, KVBlocksStored)]
+            bench.channel.sent.clear()
+        found.append(events)
+    for events, first_id in zip(found, (1, 5), strict=True):
+        by_adapter = {each.adapter_name: each.adapter_id for each in events}
+        assert by_adapter == {"": 0, "sql": first_id, "chat": first_id + 1}
+    names = [{(each.adapter_name, tuple(each.hashes)) for each in events} for events in found]
+    assert names[0] == names[1]
+    blocks = [block for each in found[0] for block in each.hashes]
+    assert len(set(blocks)) == len(blocks) >= 3 * len(PROMPT) // 4
 
 
 def test_watcher_that_comes_late_gets_a_snapshot() -> None:

@@ -52,7 +52,7 @@ def test_adapter_of_an_object_store(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_adapter_without_safetensors_is_refused_by_name() -> None:
     files = [RemoteFile(name, 1, "") for name in ("adapter_config.json", "adapter_model.bin")]
-    with pytest.raises(FetchError, match="no adapter_model.safetensors"):
+    with pytest.raises(FetchError, match=r"no adapter_model\.safetensors"):
         RepositoryListing("commit", files).weight_files(Path())
 
 
@@ -65,7 +65,9 @@ def test_model_beside_an_adapter_is_still_a_model() -> None:
 
 def test_adapters_of_the_start_get_ids_in_order(tmp_path: Path) -> None:
     paths = [str(write_adapter(tmp_path / name)) for name in ("sql", "chat")]
-    config = Config(lora=(f"sql={paths[0]}", f"chat=file://{paths[1]}"), served_model_name="base")
+    config = Config(
+        lora=(f"sql={paths[0]}", "gone=/nowhere", f"chat=file://{paths[1]}"), served_model_name="base"
+    )
     assert locate_start_adapters(config) == (
         StartAdapter(1, "sql", paths[0], paths[0]),
         StartAdapter(2, "chat", f"file://{paths[1]}", paths[1]),

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -64,9 +65,16 @@ class Dispatcher:
         self._next_uid = 1
         self._next_tokenizer = 0
         self._idle = asyncio.Event()
+        self._adapter_choices = Counter[int]()
+        self.on_adapter_idle: Callable[[int], None] = _ignore_idle_adapter
+        """Called with the id of a LoRA adapter when its last choice in flight has ended."""
 
     def __len__(self) -> int:
         return len(self._choices)
+
+    def count_adapter_choices(self, adapter_id: int) -> int:
+        """Return the number of choices in flight that run on a LoRA adapter."""
+        return self._adapter_choices[adapter_id]
 
     def prompt_bytes(self, uid: int) -> int:
         """Return the length of the text of a choice's prompt; 0 if it is not known, or the choice has ended."""
@@ -132,8 +140,11 @@ class Dispatcher:
                 pooling=spec.pooling,
                 # The blocks are those of one prompt; of several in a body, each would have another beginning.
                 prompt_blocks=request.metadata.prompt_blocks if len(spec.prompts) == 1 else None,
+                adapter_id=spec.adapter_id,
             )
         )
+        if spec.adapter_id:
+            self._adapter_choices[spec.adapter_id] += len(writers)
         for index, writer in enumerate(writers):
             self._choices[uid + index] = request.add_choice(uid + index, writer, tokenizer)
 
@@ -293,6 +304,8 @@ class Dispatcher:
         """Remove a choice that has had its terminal reply; with the last one its request has ended."""
         request = self._choices.pop(uid).request
         request.remove_choice(uid)
+        if request.spec.adapter_id:
+            self._count_adapter_end(request.spec.adapter_id)
         self._retry_after.record_completion()
         if not self._choices:
             self._idle.set()
@@ -300,6 +313,12 @@ class Dispatcher:
             request.set_timer(None)
             if request.metadata.endpoint is not None:
                 self._record_end(request, request.metadata.endpoint)
+
+    def _count_adapter_end(self, adapter_id: int) -> None:
+        self._adapter_choices[adapter_id] -= 1
+        if not self._adapter_choices[adapter_id]:
+            del self._adapter_choices[adapter_id]
+            self.on_adapter_idle(adapter_id)
 
     def _record_end(self, request: RequestState, endpoint: Endpoint) -> None:
         seconds = time.perf_counter() - request.started
@@ -325,6 +344,10 @@ class Dispatcher:
             seconds=seconds,
             **request.log_fields(),
         )
+
+
+def _ignore_idle_adapter(_adapter_id: int) -> None:
+    """Do nothing: no adapter manager listens."""
 
 
 def _by_row(logprobs: list[TextLogprobs], rows: int) -> list[TextLogprobs | None]:

@@ -31,7 +31,10 @@ REPLAY_TICK_SECONDS: Final = 0.25
 
 
 class BlockStored(Struct, frozen=True, array_like=True, tag=True):
-    """Consecutive KV blocks of ``block_size`` tokens entered the cache, behind ``parent_block_hash``."""
+    """Consecutive KV blocks of ``block_size`` tokens entered the cache, behind ``parent_block_hash``.
+
+    ``lora_id`` and ``lora_name``: of the adapter that computed them, None for the base model.
+    """
 
     block_hashes: list[int]
     parent_block_hash: int | None
@@ -39,6 +42,7 @@ class BlockStored(Struct, frozen=True, array_like=True, tag=True):
     block_size: int
     lora_id: int | None = None
     medium: str = "GPU"
+    lora_name: str | None = None
 
 
 class BlockRemoved(Struct, frozen=True, array_like=True, tag=True):
@@ -108,7 +112,14 @@ class KVEventPublisher:
         if isinstance(event, KVBlocksRemoved):
             return BlockRemoved(event.hashes)
         token_ids = np.frombuffer(event.token_ids, Wire.TOKEN).tolist()
-        return BlockStored(event.hashes, event.parent, token_ids, self._block_size)
+        return BlockStored(
+            event.hashes,
+            event.parent,
+            token_ids,
+            self._block_size,
+            lora_id=event.adapter_id or None,
+            lora_name=event.adapter_name or None,
+        )
 
     def answer_replays(self, loop: asyncio.AbstractEventLoop) -> None:
         """Answer requests for replays from now on, in ``loop``."""

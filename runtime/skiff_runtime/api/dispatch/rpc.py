@@ -1,4 +1,7 @@
-"""Remote procedure calls to other processes: tokenize, detokenize, flush the prefix cache. Each is one message each way."""
+"""Remote procedure calls to other processes: tokenize, detokenize, flush the prefix cache, load an adapter.
+
+Each is one message each way.
+"""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -7,12 +10,15 @@ from typing import Final
 from skiff_runtime.api.dispatch.service_status import ServiceStatus
 from skiff_runtime.errors import InvalidRequest, QueueFull, RequestError, Unavailable
 from skiff_runtime.messages import (
+    AdapterLoaded,
+    AdapterRefused,
     Decoded,
     DecodeRequest,
     Encoded,
     EncodeRequest,
     FlushCache,
     Flushed,
+    LoadAdapter,
     RequestFailed,
 )
 from skiff_runtime.messages.transport import MessageNotEncodable, Sender
@@ -21,8 +27,8 @@ MAX_PENDING_CALLS: Final = 256
 CALL_TIMEOUT_SECONDS: Final = 30.0
 RETRY_AFTER_SECONDS: Final = 1
 
-RpcRequest = EncodeRequest | DecodeRequest | FlushCache
-RpcResponse = Encoded | Decoded | Flushed
+RpcRequest = EncodeRequest | DecodeRequest | FlushCache | LoadAdapter
+RpcResponse = Encoded | Decoded | Flushed | AdapterLoaded | AdapterRefused
 
 
 class RpcFailed(RequestError):
@@ -43,7 +49,9 @@ class RpcClient:
         self._pending: dict[int, asyncio.Future[RpcResponse]] = {}
         self._last_uid = 0
 
-    async def call(self, make_request: Callable[[int], RpcRequest]) -> RpcResponse:
+    async def call(
+        self, make_request: Callable[[int], RpcRequest], *, timeout_seconds: float = CALL_TIMEOUT_SECONDS
+    ) -> RpcResponse:
         """Send the request that ``make_request`` returns for a uid, and return the response.
 
         Raises:
@@ -67,9 +75,9 @@ class RpcClient:
         response: asyncio.Future[RpcResponse] = asyncio.get_running_loop().create_future()
         self._pending[uid] = response
         try:
-            return await asyncio.wait_for(response, CALL_TIMEOUT_SECONDS)
+            return await asyncio.wait_for(response, timeout_seconds)
         except TimeoutError:
-            raise Unavailable(f"no response within {CALL_TIMEOUT_SECONDS:g} s; retry shortly") from None
+            raise Unavailable(f"no response within {timeout_seconds:g} s; retry shortly") from None
         finally:
             del self._pending[uid]
 

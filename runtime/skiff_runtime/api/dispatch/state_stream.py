@@ -10,9 +10,10 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
+from msgspec.structs import replace
 
 from skiff_runtime import log
 from skiff_runtime.api.dispatch.kv_event_publisher import KVEventPublisher
@@ -33,6 +34,7 @@ from skiff_runtime.state_events import (
     BlockStored,
     KVBlocksChanged,
     LoadChanged,
+    PodAdapters,
     PodLoad,
     PromptBlocksChanged,
     Snapshot,
@@ -69,7 +71,7 @@ class CacheMirror:
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self.prompts: set[int] = set()
-        self._blocks: dict[int, int | None] = {}
+        self._blocks: dict[int, _Block] = {}
         self._prompt_changes: dict[int, bool] = {}
         self._kv_changes: list[KVEvent] = []
 
@@ -95,10 +97,10 @@ class CacheMirror:
 
     def _store(self, event: KVBlocksStored) -> None:
         parent = event.parent
-        for block in event.hashes:
-            self._blocks[block] = parent
-            parent = block
-        self._kv_changes.append(BlockStored(event.hashes, event.parent, self._block_size))
+        for name in event.hashes:
+            self._blocks[name] = _Block(parent, event.adapter_id, event.adapter_name)
+            parent = name
+        self._kv_changes.append(self._make_stored(event.hashes))
 
     def take_prompts(self) -> PromptBlocksChanged | None:
         """Return the changes of prompt blocks."""
@@ -126,17 +128,35 @@ class CacheMirror:
         """Return all KV blocks, in as few events as their chains allow."""
         events: list[KVEvent] = [AllBlocksCleared()]
         run: list[int] = []
-        first: int | None = None
-        for block, parent in self._blocks.items():
-            if run and parent == run[-1]:
-                run.append(block)
+        for name, block in self._blocks.items():
+            if run and block.parent == run[-1]:
+                run.append(name)
                 continue
             if run:
-                events.append(BlockStored(run, first, self._block_size))
-            run, first = [block], parent
+                events.append(self._make_stored(run))
+            run = [name]
         if run:
-            events.append(BlockStored(run, first, self._block_size))
+            events.append(self._make_stored(run))
         return KVBlocksChanged(time.time(), events)
+
+    def _make_stored(self, names: list[int]) -> BlockStored:
+        """Return the event of consecutive blocks, which have one adapter."""
+        first = self._blocks[names[0]]
+        return BlockStored(
+            names,
+            first.parent,
+            self._block_size,
+            lora_id=first.adapter_id or None,
+            lora_name=first.adapter_name or None,
+        )
+
+
+class _Block(NamedTuple):
+    """A KV block: the one before it, and its adapter, 0 and "" for the base model."""
+
+    parent: int | None
+    adapter_id: int
+    adapter_name: str
 
 
 class StateStream:
@@ -151,8 +171,9 @@ class StateStream:
         in_flight: Callable[[], int],
         prompt_bytes: Callable[[int], int],
         publisher: KVEventPublisher | None = None,
+        adapters: Callable[[Sequence[int]], PodAdapters] | None = None,
     ) -> None:
-        """``in_flight``: returns the number of requests that are accepted and have not ended. ``prompt_bytes``: returns the
+        """``adapters``: returns the LoRA adapters, given the ids of those in a slot; None for a service without. ``in_flight``: returns the number of requests that are accepted and have not ended. ``prompt_bytes``: returns the
         length of the text of a request's prompt, by its uid, or 0. ``publisher``: gets all changes of KV blocks, with tokens.
         """
         self._publisher = publisher
@@ -167,6 +188,8 @@ class StateStream:
         self._steps = StepTimeModel()
         self._stats = StepStats()
         self._sent = LoadChanged("", PodLoad())
+        self._find_adapters = adapters
+        self._sent_adapters: PodAdapters | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._flushed_at = 0.0
         self._watched = WatchCache(prompts=False, blocks=False)
@@ -264,13 +287,15 @@ class StateStream:
             return
         self._flushed_at = asyncio.get_running_loop().time()
         self._set_timer(HEARTBEAT_SECONDS)
-        load = self._read_load()
+        load, adapters = self._read_load(), self._read_adapters()
+        has_changed = load != self._sent or adapters != self._sent_adapters
+        changed = load if adapters == self._sent_adapters else replace(load, adapters=adapters)
         events: list[tuple[StateEvent | None, Callable[[Subscriber], bool]]] = [
-            (None if load == self._sent else load, lambda _: True),
+            (changed if has_changed else None, lambda _: True),
             (prompts, lambda each: each.prompt_blocks),
             (blocks, lambda each: each.kv_blocks),
         ]
-        self._sent = load
+        self._sent, self._sent_adapters = load, adapters
         encoded = [(encode_json(event), wants) for event, wants in events if event is not None]
         for subscriber in list(self._subscribers):
             wanted = [data for data, wants in encoded if wants(subscriber)]
@@ -278,6 +303,9 @@ class StateStream:
                 subscriber.send(data)
             if not wanted:
                 subscriber.writer.body(HEARTBEAT, more=True)
+
+    def _read_adapters(self) -> PodAdapters | None:
+        return None if self._find_adapters is None else self._find_adapters(self._stats.resident_adapters)
 
     def _read_load(self) -> LoadChanged:
         stats, steps, config = self._stats, self._steps, self._config
@@ -304,6 +332,7 @@ class StateStream:
 
     def _send_snapshot(self, subscriber: Subscriber) -> None:
         load = self._sent = self._read_load()
+        adapters = self._sent_adapters = self._read_adapters()
         prompts = sorted(self._mirror.prompts) if subscriber.prompt_blocks else []
         data = encode_json(
             Snapshot(
@@ -315,6 +344,7 @@ class StateStream:
                 isolates_keys=self._config.isolate_keys,
                 load=load.load,
                 prompt_blocks=prompts,
+                adapters=adapters,
             )
         )
         blocks = encode_json(self._mirror.all_blocks()) if subscriber.kv_blocks else b""

@@ -29,7 +29,7 @@ from skiff_runtime.sse import encode_json
 def prepare_chat(raw: bytes, model: ServedModel) -> RequestSpec:
     """Validate a request body. Raises ``RequestError``. Without a limit, the output may fill the context."""
     body = parse_body(ChatCompletionRequest, raw, strict=model.is_strict)
-    model.check_model_name(body.model)
+    model = model.choose(body.model)
     copies = body.n or 1
     prompt = build_chat_prompt(body)
     plan = plan_output(
@@ -60,6 +60,7 @@ def prepare_chat(raw: bytes, model: ServedModel) -> RequestSpec:
         grammar=plan.grammar,
         user=body.end_user,
         cache_salt=body.cache_salt,
+        adapter_id=model.adapter_id,
         prompt_options=make_prompt_options(body),
     )
 

@@ -28,7 +28,7 @@ from skiff_runtime.sse import encode_json
 def prepare_completion(raw: bytes, model: ServedModel) -> RequestSpec:
     """Validate a request body. Raises ``RequestError``."""
     body = parse_body(CompletionRequest, raw, strict=model.is_strict)
-    model.check_model_name(body.model)
+    model = model.choose(body.model)
     copies = body.n or 1
     grammar = build_response_grammar(body)
     check_grammar_conflicts(body, grammar)
@@ -54,6 +54,7 @@ def prepare_completion(raw: bytes, model: ServedModel) -> RequestSpec:
         grammar=grammar,
         user=body.end_user,
         cache_salt=body.cache_salt,
+        adapter_id=model.adapter_id,
         prompt_options=make_prompt_options(body),
     )
 

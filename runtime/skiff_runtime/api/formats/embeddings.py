@@ -24,7 +24,7 @@ NO_SAMPLING: Final = SamplingSpec(max_tokens=0, seed=0)
 def prepare_embeddings(raw: bytes, model: ServedModel) -> RequestSpec:
     """Validate a request body. Raises ``RequestError``."""
     body = parse_body(EmbeddingRequest, raw, strict=model.is_strict)
-    model.check_model_name(body.model)
+    model = model.choose(body.model)
     pooling = model.make_embedding_spec()
     embedding = model.embedding
     size = embedding.check_dimensions(body.dimensions)
@@ -42,6 +42,7 @@ def prepare_embeddings(raw: bytes, model: ServedModel) -> RequestSpec:
         priority=body.priority or 0,
         user=body.user,
         cache_salt=body.cache_salt,
+        adapter_id=model.adapter_id,
         pooling=pooling,
         prompt_options=PromptOptions(add_special_tokens=body.add_special_tokens),
     )

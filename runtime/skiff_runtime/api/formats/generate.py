@@ -21,6 +21,7 @@ def prepare_generate(raw: bytes, model: ServedModel) -> RequestSpec:
     body = parse_body(GenerateBody, raw, strict=model.is_strict)
     if (fields := body.translate()) is not None:
         body = validate_fields(GenerateBody, fields)
+    model = model.choose(body.model or body.lora_path)
     prompt = body.text if body.token_ids is None else body.token_ids
     assert prompt is not None
     grammar = build_response_grammar(body)
@@ -35,6 +36,7 @@ def prepare_generate(raw: bytes, model: ServedModel) -> RequestSpec:
         grammar=grammar,
         user=body.end_user,
         cache_salt=body.cache_salt,
+        adapter_id=model.adapter_id,
         prompt_options=make_prompt_options(body),
     )
 

@@ -61,7 +61,7 @@ _CALL_ID_PREFIX: Final = "call_"
 def prepare_messages(raw: bytes, model: ServedModel) -> RequestSpec:
     """Validate a request body. Raises ``RequestError``."""
     body = parse_body(MessagesRequest, raw, strict=model.is_strict)
-    model.check_model_name(body.model)
+    model = model.choose(body.model)
     prompt = build_messages_prompt(body, model.output_format)
     schema = body.output_schema
     grammar = None if schema is None else json_schema_grammar(schema, "output_config.format")
@@ -83,6 +83,7 @@ def prepare_messages(raw: bytes, model: ServedModel) -> RequestSpec:
         grammar=plan.grammar,
         user=None if body.metadata is None else body.metadata.user_id,
         cache_salt=body.cache_salt,
+        adapter_id=model.adapter_id,
     )
 
 

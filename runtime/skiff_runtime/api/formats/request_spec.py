@@ -110,6 +110,7 @@ class RequestSpec:
     ``is_incremental``: rows go to the formatter one by one even without streaming, so one code path builds both responses.
     ``user`` is the end user that the client names, for the log. The request shares cached prefixes only with requests
     that have the same ``cache_salt``. With ``pooling`` each prompt yields a vector, and nothing is generated.
+    ``adapter_id`` is the LoRA adapter that it runs on, 0 for the base model.
     """
 
     prompts: Sequence[Prompt]
@@ -125,6 +126,7 @@ class RequestSpec:
     cache_salt: str | None = None
     prompt_options: PromptOptions = PromptOptions()
     pooling: PoolingSpec | None = None
+    adapter_id: int = 0
 
     @property
     def num_choices(self) -> int:

@@ -65,7 +65,7 @@ def prepare_response(
     """
     key = principal.key
     body = parse_body(ResponsesRequest, raw, strict=model.is_strict)
-    model.check_model_name(body.model)
+    model = model.choose(body.model)
     parent = None
     if body.previous_response_id is not None:
         parent = store.get(body.previous_response_id, key, param="previous_response_id")
@@ -111,6 +111,7 @@ def prepare_response(
         grammar=plan.grammar,
         user=body.user or body.safety_identifier,
         cache_salt=body.cache_salt,
+        adapter_id=model.adapter_id,
         prompt_options=make_prompt_options(body),
     )
 

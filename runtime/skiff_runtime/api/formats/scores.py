@@ -25,6 +25,7 @@ from skiff_runtime.sse import encode_json
 def prepare_rerank(raw: bytes, model: ServedModel) -> RequestSpec:
     """Validate a request body. Raises ``RequestError``."""
     body = parse_body(RerankRequest, raw, strict=model.is_strict)
+    model = model.choose(body.model)
     documents = body.texts()
     scorer = _make_scorer(model, body, 1, len(documents))
     formatter = RerankResponseFormatter(
@@ -39,13 +40,13 @@ def prepare_rerank(raw: bytes, model: ServedModel) -> RequestSpec:
 def prepare_score(raw: bytes, model: ServedModel) -> RequestSpec:
     """Validate a request body. Raises ``RequestError``."""
     body = parse_body(ScoreRequest, raw, strict=model.is_strict)
+    model = model.choose(body.model)
     first, second = body.pairs()
     scorer = _make_scorer(model, body, len(first), len(second))
     return _make_spec(body, model, scorer, first, second, ScoreResponseFormatter(model.name, scorer))
 
 
 def _make_scorer(model: ServedModel, body: InstructFields, num_first: int, count: int) -> Scorer:
-    model.check_model_name(body.model)
     return Scorer.make(model.rerank_template, body.instruct, num_first=num_first, count=count)
 
 
@@ -68,6 +69,7 @@ def _make_spec(
         priority=body.priority or 0,
         user=body.user,
         cache_salt=body.cache_salt,
+        adapter_id=model.adapter_id,
         pooling=pooling,
         prompt_options=PromptOptions(add_special_tokens=scorer.template is None),
     )

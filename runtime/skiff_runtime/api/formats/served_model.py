@@ -3,7 +3,7 @@
 import hashlib
 import re
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from skiff_runtime import contract
@@ -29,6 +29,9 @@ class ServedModel:
     ``fingerprint`` is the ``system_fingerprint`` of responses: equal where version, model and configuration are equal.
     ``is_strict``: hints are refused. ``rerank_template``: the prompt with which a reranker judges a pair; None scores by
     the similarity of embeddings. ``embedding_only``: the model has no output head.
+
+    Each LoRA adapter is a served model of its own, which ``choose`` finds in ``adapters`` by its name. ``adapter_id`` is 0 for
+    the base model; ``root`` is the URI of the files, and ``parent`` the name of an adapter's base model.
     """
 
     name: str
@@ -41,6 +44,10 @@ class ServedModel:
     embedding: EmbeddingConfig = EmbeddingConfig(size=0)
     rerank_template: str | None = None
     embedding_only: bool = False
+    root: str = ""
+    parent: str | None = None
+    adapter_id: int = 0
+    adapters: dict[str, "ServedModel"] = field(default_factory=dict, compare=False)
 
     @staticmethod
     def from_launch(launch: Launch) -> "ServedModel":
@@ -58,15 +65,30 @@ class ServedModel:
             is_strict=launch.config.strict,
             rerank_template=choose_rerank_template(launch.config, launch.model),
             embedding_only=launch.model.embedding_only,
+            root=launch.config.model,
         )
 
-    def check_model_name(self, name: str | None) -> None:
-        """Raise ``ModelNotFound`` unless ``name`` is the served model or None, which stands for it."""
-        if name is not None and name != self.name:
+    def choose(self, name: str | None) -> "ServedModel":
+        """Return the model or the adapter that ``name`` names; None stands for the model.
+
+        Raises ``ModelNotFound`` if there is none.
+        """
+        if name is None or name == self.name:
+            return self
+        adapter = self.adapters.get(name)
+        if adapter is None:
+            others = (
+                f", with {len(self.adapters)} adapters (GET {contract.PATH_MODELS})" if self.adapters else ""
+            )
             raise ModelNotFound(
-                f"the model {name[:200]!r} is not served here; the served model is {self.name!r}",
+                f"the model {name[:200]!r} is not served here; the served model is {self.name!r}{others}",
                 param="model",
             )
+        return adapter
+
+    def make_adapter(self, adapter_id: int, name: str, uri: str) -> "ServedModel":
+        """Return an adapter of this model, which requests cannot choose yet."""
+        return replace(self, name=name, root=uri, parent=self.name, adapter_id=adapter_id)
 
     def check_generates(self) -> None:
         """Raise ``InvalidRequest`` if the model only embeds."""

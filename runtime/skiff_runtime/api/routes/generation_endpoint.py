@@ -17,6 +17,7 @@ from pydantic import BaseModel, Field
 from pydantic.json_schema import SkipJsonSchema
 
 from skiff_runtime import contract, log
+from skiff_runtime.api.dispatch.adapter_manager import AdapterManager
 from skiff_runtime.api.dispatch.dispatcher import Dispatcher
 from skiff_runtime.api.dispatch.request_state import RequestMetadata
 from skiff_runtime.api.dispatch.response_writers import make_choice_writers, write_error
@@ -46,7 +47,7 @@ from skiff_runtime.config import Config
 from skiff_runtime.errors import RequestError
 from skiff_runtime.metrics.definitions import Metrics
 from skiff_runtime.metrics.labels import Endpoint, Outcome
-from skiff_runtime.prompt_blocks import hash_body
+from skiff_runtime.prompt_blocks import PromptBlocks, adapter_namespace, hash_body
 from skiff_runtime.sse import DONE
 
 EVENT_STREAM: Final = "text/event-stream"
@@ -98,6 +99,7 @@ class GenerationEndpoint:
         body: BodyReader,
         settings: GenerationSettings,
         events: StateStream,
+        adapters: AdapterManager,
     ) -> None:
         self._name = name
         self._prepare = prepare
@@ -107,6 +109,7 @@ class GenerationEndpoint:
         self._body = body
         self._settings = settings
         self._events = events
+        self._adapters = adapters
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -139,7 +142,7 @@ class GenerationEndpoint:
                     trace=get_trace_context(scope["headers"]) if settings.traced else None,
                     key=principal.key,
                     cache_salt=namespace,
-                    prompt_blocks=hash_body(raw, namespace) if self._events.watches_prompts else None,
+                    prompt_blocks=self._hash_prompt(raw, namespace, spec.adapter_id),
                 ),
             )
         except ClientDisconnected:
@@ -152,6 +155,13 @@ class GenerationEndpoint:
             await exchange.wait_until_over(receive)
         finally:
             self._dispatcher.abort(request)
+
+    def _hash_prompt(self, raw: bytes, namespace: bytes, adapter_id: int) -> PromptBlocks | None:
+        """Return the prompt blocks of a body while a router watches, else None."""
+        if not self._events.watches_prompts:
+            return None
+        adapter = self._adapters.find_name(adapter_id) if adapter_id else ""
+        return hash_body(raw, adapter_namespace(namespace, adapter))
 
     def _reject(self, scope: Scope, exchange: Exchange, error: RequestError) -> None:
         self._metrics.record_request(self._name, Outcome.REJECTED, 0.0)

@@ -59,7 +59,7 @@ def make_messages_routes(model: ServedModel, rpc: RpcClient, *, keyed: bool) -> 
     @counting.post(contract.PATH_COUNT_TOKENS, summary="Count the tokens of a conversation")
     async def count_tokens(body: JsonBody[CountTokensRequest]) -> TokenCountResponse:
         """Return the number of tokens of the prompt that POST /v1/messages would make of the same fields."""
-        model.check_model_name(body.model)
+        model.choose(body.model)
         prompt = build_messages_prompt(body, model.output_format)
         # Tools that POST /v1/messages would refuse are refused here too.
         plan_output(body.tool_fields(), prompt, None, model.output_format)

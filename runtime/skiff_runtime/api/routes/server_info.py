@@ -17,17 +17,19 @@ from skiff_runtime.vocabulary.tokenizer_files import read_tokenizer_files
 
 
 class ModelCard(BaseModel):
-    """The served model."""
+    """The served model, or one of its LoRA adapters. ``root``: the URI of its files; ``parent``: an adapter's model."""
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
     max_model_len: int
+    root: str
+    parent: str | None
 
 
 class ModelList(BaseModel):
-    """List of the served models, which has one entry."""
+    """List of the served model and its adapters."""
 
     object: Literal["list"]
     data: list[ModelCard]
@@ -71,26 +73,32 @@ class TokenizerInfo(BaseModel):
 def make_server_info_routes(launch: Launch, model: ServedModel, status: ServiceStatus) -> APIRouter:
     """Return the operations that describe the service."""
     router = APIRouter(tags=["service"])
-    card = ModelCard(
-        id=model.name,
-        object="model",
-        created=int(time.time()),
-        owned_by="skiff",
-        max_model_len=model.max_model_len,
-    )
+    started = int(time.time())
 
-    @router.get(contract.PATH_MODELS, summary="List the served model")
+    def make_card(served: ServedModel) -> ModelCard:
+        return ModelCard(
+            id=served.name,
+            object="model",
+            created=started,
+            owned_by="skiff",
+            max_model_len=served.max_model_len,
+            root=served.root,
+            parent=served.parent,
+        )
+
+    @router.get(contract.PATH_MODELS, summary="List the served model and its adapters")
     async def models() -> ModelList:
-        """List the served model in OpenAI's shape."""
-        return ModelList(object="list", data=[card])
+        """List the served model and its LoRA adapters in OpenAI's shape."""
+        return ModelList(object="list", data=[make_card(each) for each in (model, *model.adapters.values())])
 
     @router.get(
-        contract.PATH_MODELS + "/{name:path}", summary="Show the served model", responses=error_responses(404)
+        contract.PATH_MODELS + "/{name:path}",
+        summary="Show the served model or an adapter",
+        responses=error_responses(404),
     )
     async def one_model(name: str) -> ModelCard:
         """Show one entry of that list."""
-        model.check_model_name(name)
-        return card
+        return make_card(model.choose(name))
 
     @router.get(contract.PATH_SERVER_INFO, summary="Show version and configuration")
     async def server_info() -> ServerInfo:

@@ -98,7 +98,7 @@ def make_tokenization_routes(model: ServedModel, rpc: RpcClient) -> APIRouter:
     @router.post(contract.PATH_TOKENIZE, summary="Tokenize a prompt")
     async def tokenize(body: JsonBody[TokenizeBody]) -> TokenizeResponse:
         """Return the token IDs of a text or of a conversation, as a generation request would compute them."""
-        model.check_model_name(body.model)
+        model.choose(body.model)
         prompt = _build_prompt(body, model.name)
         special = body.add_special_tokens is not False
         texts = bool(body.return_token_strs)
@@ -117,7 +117,7 @@ def make_tokenization_routes(model: ServedModel, rpc: RpcClient) -> APIRouter:
     @router.post(contract.PATH_DETOKENIZE, summary="Detokenize token IDs")
     async def detokenize(body: JsonBody[DetokenizeBody]) -> DetokenizeResponse:
         """Return the text of token IDs, with special tokens."""
-        model.check_model_name(body.model)
+        model.choose(body.model)
         decoded = await rpc.call(lambda uid: DecodeRequest(uid, body.tokens))
         assert isinstance(decoded, Decoded)
         return DetokenizeResponse(prompt=decoded.text)

@@ -849,7 +849,8 @@ _SGLANG_NAMES: Final = {
 class GenerateBody(SamplingFields, StructuredOutputFields):
     """The body of POST /generate, the native endpoint. The prompt is either `text` or `token_ids`.
 
-    SGLang's spelling is understood as well: `input_ids`, `sampling_params`, `return_logprob` and `top_logprobs_num`.
+    SGLang's spelling is understood as well: `input_ids`, `sampling_params`, `return_logprob`, `top_logprobs_num`, and
+    `lora_path`, the name of an adapter.
     """
 
     model_config = ConfigDict(json_schema_extra=exactly_one("text", "token_ids", "input_ids"))
@@ -866,7 +867,8 @@ class GenerateBody(SamplingFields, StructuredOutputFields):
     logprob_start_len: Annotated[Literal[-1] | None, Refused("use 'prompt_logprobs'")] = None
     return_text_in_logprobs: Annotated[Literal[False] | None, Refused("use /detokenize")] = None
     return_hidden_states: Annotated[Literal[False] | None, Refused("remove it")] = None
-    lora_path: Annotated[None, Refused("remove it; no adapters are served")] = None
+    model: Annotated[str, Field(min_length=1, max_length=512)] | None = None
+    lora_path: Annotated[str, Field(min_length=1, max_length=512)] | None = None
     image_data: Annotated[None, Refused("remove it; only text is read")] = None
     rid: Annotated[RequestId | None, Hint("send the header X-Request-Id")] = None
 
@@ -874,6 +876,10 @@ class GenerateBody(SamplingFields, StructuredOutputFields):
     def _check_prompt(self) -> Self:
         if [self.text, self.token_ids, self.input_ids].count(None) != 2:
             raise PydanticCustomError("input", "send either 'text' or 'token_ids'")
+        if self.model is not None and self.lora_path not in (None, self.model):
+            raise PydanticCustomError(
+                "model", "'model' and 'lora_path' name different adapters; send one of them"
+            )
         if self.top_logprobs_num and not self.return_logprob:
             raise PydanticCustomError("top_logprobs_num", "'top_logprobs_num' needs \"return_logprob\": true")
         return self
