@@ -100,8 +100,9 @@ def test_what_can_be_loaded_nowhere_says_why(api: ApiServer) -> None:
     assert "spec.lora: {}" in ready(api, "early")[2]
     api.merge("inferenceservices", "llama", {"spec": {"lora": {"maxLoraRank": 32}}})
     eventually(lambda: ready(api, "early")[1] == "NoPods", "it waits for pods")
-    arguments = template(api)["spec"]["containers"][0]["args"]
-    assert arguments[arguments.index("--max-lora-rank") + 1] == "32"
+    eventually(
+        lambda: "--max-lora-rank 32" in " ".join(template(api)["spec"]["containers"][0]["args"]), "its flags"
+    )
     for name, wanted, reason in (
         ("late", adapter("late", LAW, name="early"), "NameConflict"),
         ("model", adapter("model", LAW, name="llama"), "NameConflict"),
@@ -118,11 +119,12 @@ def test_what_can_be_loaded_nowhere_says_why(api: ApiServer) -> None:
 
 @pytest.mark.usefixtures("operator")
 def test_pods_that_fail_are_tried_again(api: ApiServer) -> None:
-    api.create("inferenceservices", service(adapters=[{"name": "sql", "uri": SQL}]))
+    api.create("inferenceservices", service(lora={}))
     with ExitStack() as stack:
         pods = LoRAPods(api, 4, stack)
         first, _ = pods.serve(2)
         first.failing = True
+        api.merge("inferenceservices", "llama", {"spec": {"adapters": [{"name": "sql", "uri": SQL}]}})
         eventually(lambda: condition(api) == ("False", "LoadFailed"), "the source of one pod fails")
         assert "the hub does not answer" in reported(api)["sql"]["message"]
         first.failing = False
