@@ -52,6 +52,7 @@ UNUSED = {
         Right("", resource, verb): "only InferenceServices with LoRA adapters need it; test_lora.py"
         for resource, verbs in {
             "configmaps": ("get", "create", "update"),
+            "pods": ("get", "create"),
             "secrets": ("get", "create"),
         }.items()
         for verb in verbs
