@@ -30,7 +30,7 @@ COPY pyproject.toml README.md LICENSE ./
 COPY operator/skiff_operator operator/skiff_operator
 COPY runtime/skiff_router runtime/skiff_router
 COPY runtime/skiff_runtime/__init__.py runtime/skiff_runtime/contract.py runtime/skiff_runtime/version.py runtime/skiff_runtime/
-COPY runtime/skiff_runtime/errors.py runtime/skiff_runtime/internals.py runtime/skiff_runtime/log.py runtime/skiff_runtime/prompt_blocks.py runtime/skiff_runtime/sse.py runtime/skiff_runtime/state_events.py runtime/skiff_runtime/
+COPY runtime/skiff_runtime/batch_writer.py runtime/skiff_runtime/errors.py runtime/skiff_runtime/internals.py runtime/skiff_runtime/log.py runtime/skiff_runtime/prompt_blocks.py runtime/skiff_runtime/sse.py runtime/skiff_runtime/state_events.py runtime/skiff_runtime/
 COPY runtime/skiff_runtime/config/__init__.py runtime/skiff_runtime/config/adapters.py runtime/skiff_runtime/config/api_keys.py runtime/skiff_runtime/config/config.py runtime/skiff_runtime/config/kv_events.py runtime/skiff_runtime/config/
 COPY runtime/skiff_runtime/api/__init__.py runtime/skiff_runtime/api/
 COPY runtime/skiff_runtime/api/http runtime/skiff_runtime/api/http

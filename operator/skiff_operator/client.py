@@ -44,7 +44,7 @@ _TIMEOUT: Final = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=3
 _APPLY: Final = "application/apply-patch+yaml; charset=utf-8"
 """With a parameter, for which the kubernetes package sends text as it is."""
 _JSON: Final = "application/json"
-_YAML: Final = "application/yaml"
+_ESCAPED_BY_GO: Final = re.compile("[&<>\u2028\u2029]")
 _ESCAPED_IN_YAML: Final = re.compile("[\x7f-\uffff]")
 MERGE_PATCH: Final = "application/merge-patch+json"
 JSON_PATCH: Final = "application/json-patch+json"
@@ -141,9 +141,9 @@ class Client:
         if kind != CONTROLLER_REVISION:
             return await self.request("POST", kind.path(namespace), body, query=query)
         # The API server keeps `data` as the bytes that it got, and refuses any other bytes later, even after a patch
-        # of something else, for which it writes the object in its own form. It converts YAML to that form beforehand.
-        text = _yaml(body)
-        return await self.request("POST", kind.path(namespace), text, query=query, content_type=_YAML)
+        # of something else, for which it writes the object in its own form. So it gets that form at once.
+        text = _go_json(body)
+        return await self.request("POST", kind.path(namespace), text, query=query)
 
     async def edit(
         self, kind: Kind, namespace: str, name: str, values: dict[str, Any], *, version: str
@@ -251,6 +251,12 @@ def _yaml(body: dict[str, Any]) -> str:
     """
     text = json.dumps(body, ensure_ascii=False)
     return _ESCAPED_IN_YAML.sub(lambda match: f"\\u{ord(match.group()):04x}", text)
+
+
+def _go_json(body: dict[str, Any]) -> str:
+    """Encode an object as Go's encoder does: with sorted keys, and with the characters of HTML escaped."""
+    text = msgspec.json.encode(body, order="sorted").decode()
+    return _ESCAPED_BY_GO.sub(lambda match: f"\\u{ord(match.group()):04x}", text)
 
 
 def retry_after_seconds(headers: Mapping[str, str]) -> float:

@@ -1,6 +1,5 @@
 """The meter of each request: admitted within the limits of its API key, and counted by key and model when it ends."""
 
-import asyncio
 import time
 from dataclasses import dataclass
 from typing import Final
@@ -9,6 +8,7 @@ from skiff_router.limits import Admission, RateLimited, RateLimiter, estimate_pr
 from skiff_router.metrics import RouterMetrics
 from skiff_router.token_usage import TokenUsage
 from skiff_router.usage_log import UsageLine, UsageLog
+from skiff_runtime import log
 from skiff_runtime.api.http.asgi import Scope
 from skiff_runtime.api.http.auth import get_principal
 from skiff_runtime.api.http.key_file import KeyFile
@@ -65,7 +65,7 @@ class Meter:
         self._scope = scope
         self._name = name
         self._admission = admission
-        self._began = asyncio.get_running_loop().time()
+        self._began = time.monotonic()
         self._is_over = False
 
     def end(
@@ -83,14 +83,14 @@ class Meter:
         if self._metering.log is not None:
             self._metering.log.write(
                 UsageLine(
-                    time=_format_time(time.time()),
+                    time=log.format_time(time.time()),
                     id=get_request_id(self._scope),
                     key=self._name or None,
                     model=model or None,
                     service=service or None,
                     endpoint=self._scope["path"],
                     status=status,
-                    seconds=round(asyncio.get_running_loop().time() - self._began, 6),
+                    seconds=round(time.monotonic() - self._began, 6),
                     prompt_tokens=used.prompt,
                     cached_tokens=used.cached,
                     completion_tokens=used.completion,
@@ -102,9 +102,3 @@ class Meter:
         """Free the request's place, however it ended."""
         if self._admission is not None:
             self._admission.end(0)
-
-
-def _format_time(seconds: float) -> str:
-    """Return a time in UTC, with milliseconds."""
-    whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
-    return f"{whole}.{int(seconds % 1 * 1000):03d}Z"

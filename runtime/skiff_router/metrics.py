@@ -1,6 +1,7 @@
 """Prometheus metrics of the router."""
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -12,6 +13,8 @@ from skiff_runtime import contract
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 FIRST_BYTE_BUCKETS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+
+MAX_CACHED_SERIES: Final = 4096
 
 
 class RouterMetrics:
@@ -112,6 +115,10 @@ class RouterMetrics:
             ("flag",),
             registry=self._page,
         )
+        # Finding a series by its labels costs ten times as much as counting.
+        self._responses_of = lru_cache(MAX_CACHED_SERIES)(self._responses.labels)
+        self._first_byte_of = lru_cache(MAX_CACHED_SERIES)(self._first_byte.labels)
+        self._tokens_of = lru_cache(MAX_CACHED_SERIES)(self._tokens.labels)
         self._lost_usage_lines = lost_usage_lines
         self._counted_lost = 0
         self._lost = Counter(
@@ -122,7 +129,7 @@ class RouterMetrics:
 
     def record_response(self, model: str, status: int) -> None:
         """Count a response to a client."""
-        self._responses.labels(model, str(status)).inc()
+        self._responses_of(model, str(status)).inc()
 
     def record_retry(self, model: str) -> None:
         """Count an attempt beyond the first."""
@@ -138,7 +145,7 @@ class RouterMetrics:
 
     def record_first_byte(self, model: str, seconds: float) -> None:
         """Record the time to the first byte of a response."""
-        self._first_byte.labels(model).observe(seconds)
+        self._first_byte_of(model).observe(seconds)
 
     def record_waiting(self, model: str, change: int) -> None:
         """Change the number of requests that wait for a pod."""
@@ -164,7 +171,7 @@ class RouterMetrics:
             ("completion", usage.completion),
         ):
             if tokens:
-                self._tokens.labels(key, model, kind).inc(tokens)
+                self._tokens_of(key, model, kind).inc(tokens)
         if usage.estimated:
             self._estimated.labels(model).inc()
 

@@ -33,7 +33,7 @@ from skiff_router.upstream import Failure, UpstreamConnection, UpstreamError, be
 from skiff_router.waiting_room import Visitor, WaitingRoom
 from skiff_runtime import contract, log
 from skiff_runtime.api.http.anthropic_errors import ANTHROPIC_PATHS, anthropic_error
-from skiff_runtime.api.http.asgi import Receive, Scope, Send
+from skiff_runtime.api.http.asgi import DISCONNECT_EXTENSION, Receive, Scope, Send
 from skiff_runtime.api.http.auth import get_key
 from skiff_runtime.api.http.request_body import BodyReader, ClientDisconnected
 from skiff_runtime.api.http.request_headers import parse_deadline
@@ -152,7 +152,7 @@ class Proxy:
         try:
             # A malformed header is refused as pods refuse it: at once, before the body is read.
             parse_deadline(scope["headers"], 0.0)
-            body = await self._body.read(scope["headers"], receive)
+            body = await self._body.read(scope, receive)
             meter = self._context.metering.begin(scope, len(body))
         except ClientDisconnected:
             return
@@ -160,28 +160,17 @@ class Proxy:
             await _answer_error(self._context.metrics, scope, send, error, model="")
             return
         request = _RoutedRequest(self._context, scope, send, body, meter)
-        task = asyncio.current_task()
-        assert task is not None
-        watch = asyncio.get_running_loop().create_task(_wait_until_left(receive))
-        # The server ends the wait when the response is complete, too; the request's task has ended then.
-        watch.add_done_callback(lambda _: task.cancel() if not request.is_over else None)
+        scope["extensions"][DISCONNECT_EXTENSION].watch(request.abandon)
         self._context.exchanges.begin_request()
         try:
             await request.serve()
         except asyncio.CancelledError:
-            if not watch.done() or watch.cancelled():
+            if not request.is_abandoned:
                 raise
             request.leave()
         finally:
             meter.close()
             self._context.exchanges.end_request()
-            watch.cancel()
-
-
-async def _wait_until_left(receive: Receive) -> None:
-    """Wait until the client has disconnected, or the response is complete."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _answer_error(
@@ -193,10 +182,14 @@ async def _answer_error(
 
 
 class _RoutedRequest:
-    """One request and its attempts. ``is_over``: its response is complete, or will never be."""
+    """One request and its attempts, served by the task that makes it. ``is_abandoned``: its client has left."""
 
     def __init__(self, context: ProxyContext, scope: Scope, send: Send, body: bytes, meter: Meter) -> None:
-        self.is_over = False
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._is_over = False  # its response is complete, or will never be
+        self.is_abandoned = False
         self._meter = meter
         self._relay: Relay | None = None
         self._context = context
@@ -204,7 +197,8 @@ class _RoutedRequest:
         self._send = send
         self._body = body
         self._id = get_request_id(scope)
-        self._began = asyncio.get_running_loop().time()
+        self._loop = loop = asyncio.get_running_loop()
+        self._began = loop.time()
         self._writer = ClientWriter(scope, send, get_response_headers(scope))
         self._model = ""
         self._service = ""
@@ -221,12 +215,18 @@ class _RoutedRequest:
             backend = self._route()
             await self._respond(backend, await self._attempt_when_ready(backend))
         except RequestError as error:
-            self.is_over = True
+            self._is_over = True
             self._meter.end(error.status, model=self._adapter or self._model, service=self._service)
             if self._writer.has_begun:
                 await self._end_events(error_event(self._scope["path"], error, self._id), error.status)
                 return
             await _answer_error(self._context.metrics, self._scope, self._send, error, model=self._model)
+
+    def abandon(self) -> None:
+        """Cancel the request, whose client has left, unless it is over."""
+        if not self._is_over:
+            self.is_abandoned = True
+            self._task.cancel()
 
     def leave(self) -> None:
         """Record that the client has left before the end of its response."""
@@ -315,7 +315,7 @@ class _RoutedRequest:
             if self._attempts:
                 context.metrics.record_retry(self._model)
             self._attempts += 1
-            now = asyncio.get_running_loop().time()
+            now = self._loop.time()
             left = backend.select_revision(left, canary=self._is_canary)
             if self._adapter:
                 left = backend.select_adapter(left, self._adapter)
@@ -388,7 +388,7 @@ class _RoutedRequest:
         self._relay = relay = Relay(self._writer, connection)
         context.exchanges.add(endpoint, relay, connection)
         limit = context.settings.first_byte_seconds
-        timer = asyncio.get_running_loop().call_later(limit, _expire, relay, connection, limit)
+        timer = self._loop.call_later(limit, _expire, relay, connection, limit)
         try:
             connection.send(self._request(endpoint), relay)
             outcome = await relay.outcome
@@ -445,10 +445,10 @@ class _RoutedRequest:
                     retry_after_seconds=NO_POD_RETRY_SECONDS,
                 )
             case Reply(status) if self._writer.has_begun:
-                self.is_over = True
+                self._is_over = True
                 await self._end_events(_reply_event(self._scope["path"], outcome, self._id), status)
             case Reply(status):
-                self.is_over = True
+                self._is_over = True
                 await self._writer.send_whole(outcome)
                 self._finish(status)
             case Broken(error) if error.failure is Failure.TIMEOUT:
@@ -464,7 +464,7 @@ class _RoutedRequest:
                 )
 
     def _finish(self, status: int) -> None:
-        self.is_over = True
+        self._is_over = True
         self._context.metrics.record_response(self._model, status)
         usage = None if self._relay is None else self._relay.read_usage(self._meter.estimated_prompt)
         self._meter.end(status, usage, model=self._adapter or self._model, service=self._service)
@@ -475,7 +475,7 @@ class _RoutedRequest:
             pod=self._pod,
             status=status,
             attempts=self._attempts,
-            seconds=asyncio.get_running_loop().time() - self._began,
+            seconds=self._loop.time() - self._began,
         )
 
 

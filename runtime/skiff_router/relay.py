@@ -13,7 +13,7 @@ from typing import Final
 
 from skiff_router.token_usage import TokenUsage, read_body_usage, read_stream_usage
 from skiff_router.upstream import Headers, UpstreamConnection, UpstreamError
-from skiff_runtime.api.http.asgi import CHUNK_WRITER_EXTENSION, Scope, Send
+from skiff_runtime.api.http.asgi import CHUNK_WRITER_EXTENSION, WHOLE_RESPONSE_EXTENSION, Scope, Send
 from skiff_runtime.api.http.request_headers import get_header
 from skiff_runtime.api.http.usage_header import USAGE_HEADER, parse_usage_header
 
@@ -78,6 +78,7 @@ class ClientWriter:
         self._send = send
         self._headers = headers
         self._write_chunk = scope["extensions"][CHUNK_WRITER_EXTENSION]
+        self._write_response = scope["extensions"][WHOLE_RESPONSE_EXTENSION]
         self._backlog: deque[bytes] = deque()
         self._draining: asyncio.Task[None] | None = None
         self._source: UpstreamConnection | None = None
@@ -92,6 +93,8 @@ class ClientWriter:
         if reply.status not in _BODILESS:
             headers.append((b"content-length", b"%d" % len(reply.body)))
         headers += self._headers
+        if self._write_response(reply.status, headers, reply.body):
+            return
         await self._send({"type": "http.response.start", "status": reply.status, "headers": headers})
         await self._send({"type": "http.response.body", "body": reply.body, "more_body": False})
 
@@ -159,7 +162,7 @@ class Relay:
     """The receiver of one attempt's response. ``outcome`` is set at its end; ``first_byte_at`` is 0 before its first byte."""
 
     def __init__(self, writer: ClientWriter, connection: UpstreamConnection) -> None:
-        loop = asyncio.get_running_loop()
+        self._loop = loop = asyncio.get_running_loop()
         self.outcome: asyncio.Future[Outcome] = loop.create_future()
         self.first_byte_at = 0.0
         self._writer = writer
@@ -182,7 +185,7 @@ class Relay:
 
     def on_head(self, status: int, headers: Headers) -> None:
         """Hold the response back, or begin to pass it on."""
-        self.first_byte_at = asyncio.get_running_loop().time()
+        self.first_byte_at = self._loop.time()
         self._status, self._headers = status, headers
         length, content_type = HELD_BYTES + 1, b""
         for name, value in headers:

@@ -1,6 +1,7 @@
 """The router's process: listens, probes pods, serves, and drains after SIGTERM."""
 
 import asyncio
+import gc
 import signal
 from collections.abc import Callable, Coroutine
 from typing import Any, Final
@@ -44,6 +45,9 @@ from skiff_runtime.contract import FLAG_API_KEY_FILE
 from skiff_runtime.errors import ConfigError
 
 CLOSE_SECONDS: Final = 2
+COLLECTION_THRESHOLD: Final = 20_000
+"""Objects beyond those freed, after which the youngest are searched for garbage. Requests leave hardly any cycles, and at the
+default of 700 the search takes a twentieth of the CPU time."""
 
 
 class RouterServer:
@@ -247,7 +251,10 @@ class RouterServer:
 
 def run(config: RouterConfig) -> None:
     """Run a router."""
-    log.configure("router", config.log_level)
+    log.configure("router", config.log_level, batched=True)
     access = in_cluster_access() if config.kubernetes else None
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(RouterServer(config, access).serve())
+        server = RouterServer(config, access)
+        gc.freeze()  # modules stay: collections need not look at them
+        gc.set_threshold(COLLECTION_THRESHOLD)
+        runner.run(server.serve())

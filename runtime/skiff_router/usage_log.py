@@ -5,21 +5,18 @@ in time are counted and dropped: the router's memory is bounded.
 """
 
 import os
-import queue
 import sys
-import threading
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
 from skiff_runtime import log
+from skiff_runtime.batch_writer import BatchWriter
 from skiff_runtime.errors import ConfigError
 
 STDOUT: Final = "-"
-MAX_WAITING_LINES: Final = 1 << 16
-MAX_LINES_PER_WRITE: Final = 1024
-CLOSE_SECONDS: Final = 5.0
+_ENCODER: Final = msgspec.json.Encoder()
 
 
 class UsageLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,7 +47,6 @@ class UsageLog:
         Raises:
             ConfigError: It cannot be written.
         """
-        self._dropped = 0
         self._unwritten = 0
         self._path = None if path == STDOUT else Path(path)
         self._inode = 0
@@ -59,47 +55,30 @@ class UsageLog:
         except OSError as error:
             raise ConfigError(f"{flag} {path} cannot be written: {error}") from None
         self._failed = False
-        self._lines: queue.Queue[UsageLine | None] = queue.Queue(MAX_WAITING_LINES)
-        self._thread = threading.Thread(target=self._run, name="usage-log", daemon=True)
-        self._thread.start()
+        self._writer: BatchWriter[UsageLine] = BatchWriter("usage-log", self._write_lines)
 
     @property
     def lost(self) -> int:
         """Return the number of lines that were dropped, or could not be written."""
-        return self._dropped + self._unwritten  # each is counted by one thread
+        return self._writer.dropped + self._unwritten  # each is counted by one thread
 
     def write(self, line: UsageLine) -> None:
         """Write a line, soon."""
-        try:
-            self._lines.put_nowait(line)
-        except queue.Full:
-            self._dropped += 1
+        self._writer.put(line)
 
     def close(self) -> None:
-        """Write the lines that wait, for ``CLOSE_SECONDS`` at most."""
-        try:
-            self._lines.put(None, timeout=CLOSE_SECONDS)
-        except queue.Full:
-            return
-        self._thread.join(CLOSE_SECONDS)
+        """Write the lines that wait, for a few seconds at most."""
+        self._writer.close()
 
-    def _run(self) -> None:
-        encoder = msgspec.json.Encoder()
-        ended = False
-        while not ended:
-            lines = [self._lines.get()]
-            while len(lines) < MAX_LINES_PER_WRITE and not self._lines.empty():
-                lines.append(self._lines.get())
-            ended = None in lines
-            written = [encoder.encode(line) + b"\n" for line in lines if line is not None]
-            try:
-                self._write(b"".join(written))
-                self._failed = False
-            except OSError as error:
-                self._unwritten += len(written)
-                if not self._failed:
-                    self._failed = True
-                    log.error("usage_log_not_written", reason=error)
+    def _write_lines(self, lines: list[UsageLine]) -> None:
+        try:
+            self._write(b"".join([_ENCODER.encode(line) + b"\n" for line in lines]))
+            self._failed = False
+        except OSError as error:
+            self._unwritten += len(lines)
+            if not self._failed:
+                self._failed = True
+                log.error("usage_log_not_written", reason=error)
 
     def _write(self, data: bytes) -> None:
         if self._path is not None and self._is_moved(self._path):

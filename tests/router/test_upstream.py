@@ -8,7 +8,7 @@ from routers import run
 
 from skiff_router.relay import ClientWriter, Relay, Reply, Streamed
 from skiff_router.upstream import ConnectionPool, UpstreamConnection
-from skiff_runtime.api.http.asgi import CHUNK_WRITER_EXTENSION
+from skiff_runtime.api.http.asgi import CHUNK_WRITER_EXTENSION, WHOLE_RESPONSE_EXTENSION
 
 WAIT_SECONDS = 10
 
@@ -21,7 +21,12 @@ class SlowClient:
         self.received = b""
 
     def writer(self) -> ClientWriter:
-        scope: dict[str, Any] = {"extensions": {CHUNK_WRITER_EXTENSION: lambda data: False}}
+        scope: dict[str, Any] = {
+            "extensions": {
+                CHUNK_WRITER_EXTENSION: lambda data: False,
+                WHOLE_RESPONSE_EXTENSION: lambda status, headers, body: False,
+            }
+        }
         return ClientWriter(scope, self._send, [])
 
     async def _send(self, message: Any) -> None:

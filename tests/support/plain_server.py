@@ -3,7 +3,7 @@
 import asyncio
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Final
 
@@ -11,7 +11,7 @@ import uvicorn
 from frontend import TIMEOUT_SECONDS
 from raw_http import Address
 
-from skiff_runtime.api.http.asgi import Receive, Scope, Send
+from skiff_runtime.api.http.asgi import App, Receive, Scope, Send
 from skiff_runtime.api.http.auth import AccessPolicy
 from skiff_runtime.api.http.middleware import AccessMiddleware
 from skiff_runtime.api.http.protocol import HttpServerConfig
@@ -33,9 +33,7 @@ async def hello(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 async def echo(scope: Scope, receive: Receive, send: Send) -> None:
-    await send_response(
-        scope, send, 200, await BodyReader(1000, max_values=0).read(scope["headers"], receive)
-    )
+    await send_response(scope, send, 200, await BodyReader(1000, max_values=0).read(scope, receive))
 
 
 async def broken(scope: Scope, receive: Receive, send: Send) -> None:
@@ -58,11 +56,11 @@ def listen() -> socket.socket:
 
 
 @contextmanager
-def serving(listener: socket.socket) -> Iterator[None]:
-    """Run a server with a limit of ``LIMIT`` connections."""
+def serving(listener: socket.socket, posts: Mapping[str, App] | None = None) -> Iterator[None]:
+    """Run a server with a limit of ``LIMIT`` connections; ``posts`` are more applications."""
     middleware = AccessMiddleware(
         hello,
-        posts={"/broken": broken, "/echo": echo, "/large": large, "/wait": wait},
+        posts={"/broken": broken, "/echo": echo, "/large": large, "/wait": wait, **(posts or {})},
         access=AccessPolicy.from_config(Config(host="0.0.0.0")),
         on_rejected=lambda status: None,
     )

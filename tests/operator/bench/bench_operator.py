@@ -18,19 +18,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+import yaml
+
 HERE = Path(__file__).resolve()
 sys.path[:0] = [str(HERE.parents[2] / folder) for folder in ("support", "cluster")]
 
 from apiserver import ApiServer  # noqa: E402
 from controlplane import ControlPlane  # noqa: E402
 from creation_load import DeploymentWatch, create_all  # noqa: E402
-from operator_process import LEASE_NAMESPACE, OperatorProcess, eventually  # noqa: E402
+from installation import Installation  # noqa: E402
+from operator_process import OperatorProcess, eventually  # noqa: E402
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 ResultOfSize = TypeVar("ResultOfSize", bound="DataclassInstance")
 CRD = HERE.parents[3] / "manifests/crds/inferenceservices.yaml"
+MANIFESTS = HERE.parents[3] / "manifests/operator"
 NAMESPACE = "bench"
 STEADY_RATE = 16.0
 STEADY_SECONDS = 15.0
@@ -153,6 +157,19 @@ def restart(operator: OperatorProcess, result: Result, *, ready: str = "False") 
     result.restart_writes = operator.writes()
 
 
+def install(server: ApiServer, kubeconfig: Path) -> Installation:
+    """Install the operator's ServiceAccount and roles: it authenticates by a token and is authorized by RBAC, as in a pod."""
+    texts = [
+        (MANIFESTS / f"{name}.yaml").read_text()
+        for name in ("namespace", "service-account", "rbac", "deployment")
+    ]
+    installed = Installation(
+        server, kubeconfig, [body for text in texts for body in yaml.safe_load_all(text)]
+    )
+    installed.apply()
+    return installed
+
+
 def measure(size: int, scratch: Path) -> Result:
     """All measurements of one size."""
     result = Result(size)
@@ -163,8 +180,8 @@ def measure(size: int, scratch: Path) -> Result:
         server = ApiServer(plane.kubeconfig, NAMESPACE)
         server.install(CRD)
         server.create_namespace()
-        server.in_namespace(LEASE_NAMESPACE).create_namespace()
-        with OperatorProcess(plane.kubeconfig, scratch / f"operator-{size}.log") as operator:
+        kubeconfig = install(server, plane.kubeconfig).kubeconfig(scratch / f"operator-{size}.kubeconfig")
+        with OperatorProcess(kubeconfig, scratch / f"operator-{size}.log") as operator:
             time.sleep(3.0)
             burst(plane.kubeconfig, operator, result)
             restart(operator, result)

@@ -22,7 +22,7 @@ from bench_operator import CRD, NAMESPACE, cpu_seconds, settle  # noqa: E402
 from controlplane import ControlPlane  # noqa: E402
 from creation_load import create_all  # noqa: E402
 from fake_nodes import MANAGER_FLAGS, FakeNodes  # noqa: E402
-from operator_process import LEASE_NAMESPACE, OperatorProcess  # noqa: E402
+from operator_process import OperatorProcess  # noqa: E402
 
 PODS_PER_NODE = 250
 READY_SECONDS = 3_600.0
@@ -52,9 +52,11 @@ def measure(size: int, scratch: Path) -> Result:
         server = ApiServer(plane.kubeconfig, NAMESPACE)
         server.install(CRD)
         server.create_namespace()
-        server.in_namespace(LEASE_NAMESPACE).create_namespace()
+        kubeconfig = bench_operator.install(server, plane.kubeconfig).kubeconfig(
+            scratch / f"operator-{size}.kubeconfig"
+        )
         log = scratch / f"operator-{size}.log"
-        with FakeNodes(plane, size // PODS_PER_NODE + 1), OperatorProcess(plane.kubeconfig, log) as operator:
+        with FakeNodes(plane, size // PODS_PER_NODE + 1), OperatorProcess(kubeconfig, log) as operator:
             time.sleep(3.0)
             burst(plane.kubeconfig, operator, result)
             restart(operator, result)

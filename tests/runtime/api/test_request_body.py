@@ -32,7 +32,7 @@ def read(
 
     headers = [] if length is None else [(b"content-length", str(length).encode())]
     reader = BodyReader(limit, max_values=0, timeout_seconds=timeout_seconds)
-    return asyncio.run(reader.read(headers, receive))
+    return asyncio.run(reader.read({"headers": headers}, receive))
 
 
 def piece(body: bytes, more: bool = False) -> dict[str, Any]:

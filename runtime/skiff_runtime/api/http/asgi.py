@@ -19,6 +19,12 @@ MAX_BACKLOG_BYTES: Final = 1 << 20
 CHUNK_WRITER_EXTENSION: Final = "skiff.chunks"
 TRAILERS_EXTENSION: Final = "skiff.trailers"
 """A function ``MakeTrailedSend``: trailers of a chunked body."""
+BODY_EXTENSION: Final = "skiff.body"
+"""A function ``TakeBody``."""
+WHOLE_RESPONSE_EXTENSION: Final = "skiff.response"
+"""A function ``WriteResponse``."""
+DISCONNECT_EXTENSION: Final = "skiff.disconnect"
+"""A ``DisconnectSignal``: a call when the client leaves, without a task that waits for ``http.disconnect``."""
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -29,6 +35,12 @@ Headers = list[tuple[bytes, bytes]]
 """Pairs of a name in lower case and a value."""
 WriteChunk = Callable[[bytes], bool]
 """Writes a piece of a body that has begun. Returns False if the piece must be sent as an ASGI message instead."""
+
+TakeBody = Callable[[int], bytes | None]
+"""Returns the body of the request if it has arrived in whole, and has at most this many bytes; else it must be received."""
+WriteResponse = Callable[[int, Headers, bytes], bool]
+"""Writes a complete response: status, headers with the length of the body, body. Returns False if it must be sent as ASGI
+messages instead."""
 
 
 class TrailedSend(Protocol):
@@ -41,6 +53,33 @@ class TrailedSend(Protocol):
 
 
 MakeTrailedSend = Callable[[], TrailedSend]
+
+
+class DisconnectSignal:
+    """Calls one function when the client of a request disconnects before its response is complete."""
+
+    __slots__ = ("_callback", "_disconnected", "_resume_reading")
+
+    def __init__(self, resume_reading: Callable[[], None]) -> None:
+        """``resume_reading`` reads the connection again, which may have stopped behind a large body."""
+        self._resume_reading = resume_reading
+        self._callback: Callable[[], None] | None = None
+        self._disconnected = False
+
+    def watch(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` when the client disconnects, or soon if it has. The body must be complete."""
+        self._callback = callback
+        self._resume_reading()  # the end of a connection that is not read goes unnoticed
+        if self._disconnected:
+            asyncio.get_running_loop().call_soon(callback)
+
+    def notify(self) -> None:
+        """Report that the client has disconnected."""
+        if self._disconnected:
+            return
+        self._disconnected = True
+        if self._callback is not None:
+            self._callback()
 
 
 class AsgiWriter:

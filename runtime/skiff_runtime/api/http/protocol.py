@@ -20,7 +20,12 @@ from skiff_runtime.api.http.framing import (
 from skiff_runtime.api.http.lingering_close import LingeringClose
 from skiff_runtime.api.http.middleware import AccessMiddleware
 from skiff_runtime.api.http.request_headers import REQUEST_ID_HEADER, choose_request_id
-from skiff_runtime.api.http.response_cycle import CycleTransport, adapt_cycle
+from skiff_runtime.api.http.response_cycle import (
+    CycleTransport,
+    adapt_cycle,
+    notify_disconnect,
+    release_cycle,
+)
 from skiff_runtime.api.http.responses import render_error_response
 from skiff_runtime.api.http.uvicorn_internals import HttpToolsProtocol, RequestResponseCycle
 from skiff_runtime.errors import RequestError, Unavailable
@@ -177,6 +182,8 @@ class HttpProtocol(HttpToolsProtocol):
     # Callbacks of responses, timers and the server.
 
     def on_response_complete(self) -> None:
+        if self._serving is not None:
+            release_cycle(self._serving, self._cycle_transport)
         if self._linger.begun:
             return
         following = self.pipeline[-1][0] if self.pipeline else None  # uvicorn adds at the left end
@@ -268,8 +275,7 @@ class HttpProtocol(HttpToolsProtocol):
     def _notify_disconnect(self, cycle: RequestResponseCycle | None) -> None:
         """Signal an application that its client has disconnected."""
         if cycle is not None and not cycle.response_complete:
-            cycle.disconnected = True
-            cycle.message_event.set()
+            notify_disconnect(cycle)
 
     def _current_headers(self) -> Headers:
         """Return the headers of the message being parsed; none if its head is incomplete."""

@@ -7,7 +7,7 @@ from typing import Final
 
 from skiff_runtime.internals import Shape, borrowed
 
-__all__ = ["HttpToolsProtocol", "RequestResponseCycle"]
+__all__ = ["STATUS_LINE", "HttpToolsProtocol", "RequestResponseCycle"]
 
 NEEDED: Final[Shape] = {
     "uvicorn.protocols.http.httptools_impl:HttpToolsProtocol": (
@@ -40,11 +40,14 @@ NEEDED: Final[Shape] = {
     "uvicorn.protocols.http.httptools_impl:RequestResponseCycle": (
         "body",
         "chunked_encoding",
+        "default_headers",
         "disconnected",
         "expected_content_length",
         "flow",
         "keep_alive",
         "message_event",
+        "more_body",
+        "on_response",
         "response_complete",
         "response_started",
         "scope",
@@ -52,10 +55,11 @@ NEEDED: Final[Shape] = {
         "transport",
         "waiting_for_100_continue",
     ),
+    "uvicorn.protocols.http.httptools_impl": ("STATUS_LINE",),
     "uvicorn.protocols.http.flow_control:FlowControl": ("resume_reading", "write_paused"),
     "uvicorn:Server": ("capture_signals", "server_state", "should_exit"),
     "uvicorn.server:ServerState": ("connections",),
 }
 
 with borrowed("uvicorn", NEEDED):
-    from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+    from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle

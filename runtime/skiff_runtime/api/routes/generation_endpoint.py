@@ -117,7 +117,7 @@ class GenerationEndpoint:
         settings = self._settings
         try:
             deadline = parse_deadline(scope["headers"], settings.max_seconds)
-            raw = await self._body.read(scope["headers"], receive)
+            raw = await self._body.read(scope, receive)
             principal = get_principal(scope)
             spec = self._prepare(raw, self._model, principal)
             if spec.pooling is None:

@@ -64,7 +64,7 @@ class BoundedRoute(APIRoute):
         async def read_and_handle(request: Request) -> Response:
             reader: BodyReader = request.app.state.body
             try:
-                raw = await reader.read(request.scope["headers"], request.receive)
+                raw = await reader.read(request.scope, request.receive)
             except ClientDisconnected:
                 return Response(status_code=CLIENT_CLOSED_REQUEST)
             return await handle(_RawRequest(request, raw))

@@ -14,7 +14,7 @@ from skiff_runtime import log
 from skiff_runtime.bench.flag_types import positive_float, positive_int
 from skiff_runtime.bench.report import make_table, write_json
 from skiff_runtime.bench.router import measurements
-from skiff_runtime.bench.router.measurements import Faults, Latencies, Routing
+from skiff_runtime.bench.router.measurements import STEADY_RATE, Faults, Latencies, Routing
 from skiff_runtime.bench.router.processes import (
     KNOWN,
     SKIFF,
@@ -40,7 +40,8 @@ routers that are known, and run where they are installed:
 {chr(10).join(f"  {name:<15}{command.partition(' --')[0] if name != SKIFF else 'skiff router'}" for name, command in KNOWN.items())}
 
 columns:
-  us/request      CPU time for a request of 2 KB with a whole response
+  us/request      CPU time for a request of 2 KB with a whole response, from 32 clients as fast as
+                  they get responses; then at 500 requests/s, where caches are colder
   us/event        CPU time for an event of 64, and of 256, streams
   first byte      milliseconds that the router adds to a stream's first byte, p50 and p99
   MB              memory of its processes after these
@@ -64,6 +65,7 @@ class Result:
     """The figures of one router. ``event_us`` is by the number of streams."""
 
     request_us: float
+    steady_request_us: float
     event_us: dict[int, float]
     first_byte: Latencies
     memory_bytes: int
@@ -170,6 +172,7 @@ async def _measure(
 ) -> Result:
     seconds = arguments.seconds
     request_us = await measurements.measure_requests(router, seconds)
+    steady_request_us = await measurements.measure_requests(router, seconds, rate=STEADY_RATE)
     event_us = {count: await measurements.measure_events(router, count, seconds) for count in STREAMS}
     first_byte = await measurements.measure_first_bytes(router, pods[0].ports[0], arguments.first_bytes)
     memory_bytes = router.memory_bytes()
@@ -178,7 +181,7 @@ async def _measure(
         for head in (False, True)
     ]
     faults = await measurements.measure_faults(router, pods[-1])
-    return Result(request_us, event_us, first_byte, memory_bytes, faults, own, shared)
+    return Result(request_us, steady_request_us, event_us, first_byte, memory_bytes, faults, own, shared)
 
 
 def _rows(results: dict[str, Result]) -> tuple[Sequence[str], list[Sequence[str]]]:
@@ -190,6 +193,7 @@ def _rows(results: dict[str, Result]) -> tuple[Sequence[str], list[Sequence[str]
 
     found: list[Any] = list(results.values())
     add("us/request", *(f"{each.request_us:.0f}" for each in found))
+    add(f"at {STEADY_RATE:.0f}/s", *(f"{each.steady_request_us:.0f}" for each in found))
     for count in STREAMS:
         add(f"us/event, {count} streams", *(f"{each.event_us[count]:.1f}" for each in found))
     add(

@@ -1,6 +1,7 @@
 """The measurements of ``skiff bench router``, each of one running router in front of stub pods."""
 
 import asyncio
+import math
 import random
 import signal
 import time
@@ -17,6 +18,8 @@ from skiff_runtime.bench.router.stub_pods import EVENT_SECONDS, Statistics
 from skiff_runtime.prompt_blocks import PROMPT_BLOCK_BYTES
 
 CLIENTS: Final = 32
+STEADY_RATE: Final = 500.0
+"""Requests a second that every router can serve."""
 PROMPT: Final = "What is a pod? " * 130
 """About 2 KB."""
 FIRST_BYTE_INTERVAL_SECONDS: Final = 0.02
@@ -61,21 +64,33 @@ class Routing:
     imbalance: float
 
 
-async def measure_requests(router: RunningRouter, seconds: float) -> float:
-    """Return the router's CPU microseconds for a request with a whole response, from ``CLIENTS`` clients in a closed loop."""
+async def measure_requests(router: RunningRouter, seconds: float, *, rate: float = math.inf) -> float:
+    """Return the router's CPU microseconds for a request with a whole response, from ``CLIENTS`` clients.
+
+    At most ``rate`` requests a second: a router that answers late would otherwise have less to do in the same time, and a
+    request costs more on a machine that waits now and then than on one that is busy.
+    """
     body = make_body(PROMPT)
     async with connections(router.port, CLIENTS, router.key) as opened:
         await asyncio.gather(*(each.send(body) for each in opened))
-        end, before = time.monotonic() + seconds, router.cpu_seconds()
-        counts = await asyncio.gather(*(_repeat(each, body, end) for each in opened))
-        return (router.cpu_seconds() - before) / sum(counts) * 1e6
+        began, before = time.monotonic(), router.cpu_seconds()
+        clients = [
+            _repeat(each, body, began + index / rate, began + seconds, CLIENTS / rate)
+            for index, each in enumerate(opened)
+        ]
+        counts = await asyncio.gather(*clients)
+        return (router.cpu_seconds() - before) / max(1, sum(counts)) * 1e6
 
 
-async def _repeat(connection: Connection, body: bytes, end: float) -> int:
+async def _repeat(connection: Connection, body: bytes, start: float, end: float, interval: float) -> int:
+    """Send a request every ``interval`` seconds, or later if the one before has no response yet; return those answered."""
     count = 0
-    while time.monotonic() < end:
+    while start < end:
+        if interval:
+            await asyncio.sleep(start - time.monotonic())
         reply = await connection.send(body)
         count += reply.status == 200
+        start = max(start + interval, time.monotonic())
     return count
 
 
