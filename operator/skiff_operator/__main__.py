@@ -20,6 +20,8 @@ from skiff_operator.endpoints import serving
 from skiff_operator.errors import ApiNotFound, OperatorError, Retryable, SettingsError
 from skiff_operator.kinds import ADDONS, Kind
 from skiff_operator.leader import Leadership
+from skiff_operator.lora.controller import LoRAController
+from skiff_operator.lora.index import Index as AdapterIndex
 from skiff_operator.model_caches.controller import ModelCacheController
 from skiff_operator.model_caches.index import Index
 from skiff_operator.nodes import Nodes
@@ -70,11 +72,16 @@ async def serve(settings: Settings) -> None:
     reconciler = Reconciler(
         observer, applier, nodes, pod_events, chooser, ScaleIn(client), analyzer, settings, model_caches=index
     )
-    controller = Controller(observer, reconciler, streams, settings)
+    adapters = AdapterIndex()
+    controller = Controller(observer, reconciler, streams, settings, adapters)
+    lora = LoRAController(
+        cache, adapters, client, controller.enqueue, settings, synced=controller.streams.synced
+    )
+    controller.wake_adapters = lora.wake
     metrics.registry.register(metrics.ObjectsCollector(cache))
     metrics.registry.register(metrics.StreamsCollector(streams))
     autoscaler = Autoscaler(cache, client, applier, controller.enqueue, settings)
-    extra: list[Callable[[], Coroutine[Any, Any, None]]] = [autoscaler.run]
+    extra: list[Callable[[], Coroutine[Any, Any, None]]] = [autoscaler.run, lora.run]
     if index is not None:
         caches = ModelCacheController(client, index, cache, settings, synced=lambda: not streams.unsynced())
         extra.append(caches.run)
@@ -87,6 +94,7 @@ async def serve(settings: Settings) -> None:
         await controller.startups.close()
         await analyzer.close()
         await autoscaler.close()
+        await lora.close()
         await client.close()
 
 

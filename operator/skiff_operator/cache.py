@@ -14,7 +14,7 @@ from skiff_operator.revisions import Observed, Revision, Target
 from skiff_operator.rollout_analysis import Analysis
 from skiff_operator.rollout_strategy import Choice
 from skiff_operator.spec import InferenceService, MountedCache
-from skiff_operator.status import Problem, Scaling, Status
+from skiff_operator.status import AdapterStatus, Problem, Scaling, Status
 from skiff_operator.workload import PodState, Rollout
 from skiff_operator.workqueue import Key
 
@@ -75,7 +75,7 @@ class Entry(msgspec.Struct):
     `desired` is derived from `service` on first use; `manifests` holds the built objects while some are missing.
     `problem` is the last refusal of the API server. `decision` is the strategy that was chosen for the rollout to the
     desired revision; after a restart, the Deployment's own record of it counts. `analysis` is the one of its rollout, which
-    the next status shows, and `scaling` the last change of the number of pods by autoscaling. `restarts` counts restarts of containers that this process observed.
+    the next status shows, `scaling` the last change of the number of pods by autoscaling, and `adapters` the LoRA adapters as last observed. `restarts` counts restarts of containers that this process observed.
     """
 
     service: InferenceService | None = None
@@ -95,6 +95,7 @@ class Entry(msgspec.Struct):
     pods: dict[str, PodState] = msgspec.field(default_factory=dict)
     analysis: Analysis | None = None
     scaling: Scaling | None = None
+    adapters: tuple[AdapterStatus, ...] | None = None
     restarts: int = 0
 
     @property
@@ -130,6 +131,15 @@ class Entry(msgspec.Struct):
             return None
         written = self.status.autoscaling if self.status is not None else None
         return self.scaling or written
+
+    @property
+    def last_adapters(self) -> tuple[AdapterStatus, ...]:
+        """The LoRA adapters as this process observed them last, or the one before it; none without LoRA."""
+        if self.service is None or self.service.spec.lora is None:
+            return ()
+        if self.adapters is not None:
+            return self.adapters
+        return self.status.adapters if self.status is not None else ()
 
     @property
     def analyzed_baseline(self) -> str:
@@ -205,7 +215,7 @@ class Entry(msgspec.Struct):
     def clear(self) -> None:
         """Forget the InferenceService itself; its children may still exist."""
         self.service = self.status = self.desired = self.manifests = self.problem = self.invalid = None
-        self.analysis = self.scaling = None
+        self.analysis = self.scaling = self.adapters = None
         self.uid, self.deleting, self.decision = "", False, None
 
     @property
@@ -221,6 +231,8 @@ class Cache:
         """Create an empty cache."""
         self._entries: dict[Key, Entry] = {}
         self._keys_by_uid: dict[str, Key] = {}
+        self.lora: set[Key] = set()
+        """The keys of the InferenceServices that serve LoRA adapters."""
 
     def __iter__(self) -> Iterator[Key]:
         """Iterate over the keys of all InferenceServices that exist."""
@@ -246,6 +258,13 @@ class Cache:
     def get_or_create(self, key: Key) -> Entry:
         """Return the entry of `key`, created when there is none."""
         return self._entries.setdefault(key, Entry())
+
+    def record_lora(self, key: Key, entry: Entry) -> None:
+        """Record whether an InferenceService, whose spec was parsed, serves LoRA adapters."""
+        if entry.service is not None and entry.service.spec.lora is not None:
+            self.lora.add(key)
+        else:
+            self.lora.discard(key)
 
     def key_of(self, uid: str) -> Key | None:
         """Return the key of the InferenceService under which a child or a pod is cached."""
@@ -277,6 +296,7 @@ class Cache:
         if kind == INFERENCE_SERVICE:
             if entry.uid == uid:
                 entry.clear()
+                self.lora.discard(key)
         elif kind == POD:
             if name in entry.pods and entry.pods[name].uid == uid:
                 del entry.pods[name]

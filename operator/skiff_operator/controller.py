@@ -2,12 +2,14 @@
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Any
 
 from skiff_operator import metrics
 from skiff_operator.errors import OperatorError, Retryable
-from skiff_operator.kinds import Kind, Stage
+from skiff_operator.kinds import LORA_ADAPTER, Kind, Stage
 from skiff_operator.log import logger
+from skiff_operator.lora.index import Index
 from skiff_operator.observe import Observer, ReconcileRequest
 from skiff_operator.reconcile import Reconciler
 from skiff_operator.settings import Settings
@@ -20,14 +22,22 @@ class Controller:
     """Connects events, the queue and the reconciler."""
 
     def __init__(
-        self, observer: Observer, reconciler: Reconciler, streams: WatchStreams, settings: Settings
+        self,
+        observer: Observer,
+        reconciler: Reconciler,
+        streams: WatchStreams,
+        settings: Settings,
+        adapters: Index,
     ) -> None:
-        """Reconcile the namespaces whose `streams` are synced, as `settings` demand."""
+        """Reconcile the namespaces whose `streams` are synced, as `settings` demand; LoRAAdapters go to `adapters`."""
         self.streams = streams
         self._observer = observer
         self._reconciler = reconciler
         self._settings = settings
         self._queue = WorkQueue()
+        self._adapters = adapters
+        self.wake_adapters: Callable[[Key], None] = _ignore
+        """Called with the key of each InferenceService that an event concerns."""
         self.startups = StartupReader(observer, self.enqueue, enabled=settings.read_startup_phases)
         self._resynced_at = time.monotonic()
         self._started = False
@@ -36,6 +46,10 @@ class Controller:
     def on_event(self, kind: Kind, event: Event, obj: dict[str, Any]) -> None:
         """Handle an object of a list or a watch event, and queue the InferenceServices that it concerns."""
         try:
+            if kind == LORA_ADAPTER:
+                for key in self._adapters.observe(event, obj):
+                    self.wake_adapters(key)
+                return
             requests = (self._observer.observe_new_owner(kind, obj), self._observer.observe(kind, obj, event))
         except Exception:  # a bug with one object must not end the watch of all others  # noqa: BLE001
             logger.exception(
@@ -45,13 +59,18 @@ class Controller:
         for request in requests:
             if request is not None:
                 self.enqueue(request)
+                self.wake_adapters(request.key)
                 if request.started is not None:
                     self.startups.begin(request.key, request.started)
 
     def on_listed(self, stream: StreamKey, shown: set[str], resource_version: int) -> None:
         """Handle the end of a list; after the last list of a namespace, start to reconcile it."""
-        for request in self._observer.observe_list_end(stream, shown, resource_version):
-            self.enqueue(request)
+        if stream.kind == LORA_ADAPTER:
+            for key in self._adapters.observe_list_end(stream, shown, resource_version):
+                self.wake_adapters(key)
+        else:
+            for request in self._observer.observe_list_end(stream, shown, resource_version):
+                self.enqueue(request)
         if self.streams.listed(stream):
             self._start(stream.namespace)
 
@@ -135,3 +154,7 @@ class Controller:
         late = request.stage == Stage.STATUS
         delay = self._settings.status_delay_seconds if late else 0.0
         self._queue.add(request.key, request.stage, delay)
+
+
+def _ignore(key: Key) -> None:
+    """Do nothing."""

@@ -7,7 +7,7 @@ import msgspec
 
 from skiff_operator.kinds import EVENT, INFERENCE_SERVICE
 from skiff_operator.resources.metadata import FIELD_MANAGER
-from skiff_operator.status import DEGRADED, READY, SERVING, Status
+from skiff_operator.status import ADAPTER_REFUSED, DEGRADED, READY, SERVING, Status
 
 
 class Announcement(msgspec.Struct, frozen=True):
@@ -28,6 +28,10 @@ def announcements(previous: Status | None, status: Status) -> Iterator[Announcem
         and (not was_degraded or was_degraded.reason != degraded.reason)
     ):
         yield Announcement("Warning", degraded.reason, degraded.message)
+    known = {(each.name, each.reason) for each in previous.adapters} if previous else set()
+    for each in status.adapters:
+        if each.reason == ADAPTER_REFUSED and (each.name, each.reason) not in known:
+            yield Announcement("Warning", each.reason, f"adapter {each.name}: {each.message}")
     if _serves(status) and not (previous and _serves(previous)):
         yield Announcement("Normal", "Ready", f"serving at {status.url}")
     if previous and previous.update_revision and previous.update_revision != status.update_revision:

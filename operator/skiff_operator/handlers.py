@@ -12,7 +12,7 @@ from typing import Any
 import kopf
 
 from skiff_operator import reflector
-from skiff_operator.kinds import INFERENCE_SERVICE, Kind
+from skiff_operator.kinds import INFERENCE_SERVICE, LORA_ADAPTER, Kind
 from skiff_operator.settings import Settings
 from skiff_operator.watch_streams import EventHandler
 from skiff_runtime import contract
@@ -39,7 +39,7 @@ def configure(settings: Settings, kinds: Iterable[Kind]) -> kopf.OperatorSetting
     found.networking.error_backoffs = _Backoffs()
     found.process.ultimate_exiting_timeout = 20
     for kind in kinds:
-        if kind != INFERENCE_SERVICE:
+        if kind not in (INFERENCE_SERVICE, LORA_ADAPTER):
             found.watching.label_selectors[kind.group, kind.version, kind.plural] = contract.LABEL_SERVICE
     return found
 

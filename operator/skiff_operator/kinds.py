@@ -69,6 +69,10 @@ HTTP_ROUTE: Final = Kind("HTTPRoute", "gateway.networking.k8s.io", "v1", "httpro
 MODEL_CACHE: Final = Kind(
     "ModelCache", contract.API_GROUP, contract.API_VERSION, "modelcaches", Stage.STATUS, True
 )
+LORA_ADAPTER: Final = Kind(
+    "LoRAAdapter", contract.API_GROUP, contract.API_VERSION, "loraadapters", Stage.STATUS, True
+)
+CONFIG_MAP: Final = Kind("ConfigMap", "", "v1", "configmaps", Stage.STATUS, False)
 PERSISTENT_VOLUME: Final = Kind("PersistentVolume", "", "v1", "persistentvolumes", Stage.STATUS, False)
 SECRET: Final = Kind("Secret", "", "v1", "secrets", Stage.STATUS, False)
 POD: Final = Kind("Pod", "", "v1", "pods", Stage.STATUS, True)

@@ -46,16 +46,16 @@ class Source(NamedTuple):
         return self.scheme in contract.FETCHED_SCHEMES
 
 
-def parse(uri: str) -> Source:
-    """Split a model URI. Raises `InvalidSpec` when it has none of the known forms."""
+def parse(uri: str, *, field: str = "spec.model.uri") -> Source:
+    """Split a model URI. Raises `InvalidSpec`, which names `field`, when it has none of the known forms."""
     scheme = uri.partition("://")[0]
     match = _FORMS[scheme].fullmatch(uri) if scheme in _FORMS else None
     if match is None:
-        raise InvalidSpec(f"spec.model.uri: {uri!r} is not understood; {_HELP}")
+        raise InvalidSpec(f"{field}: {uri!r} is not understood; {_HELP}")
     parts = match.groupdict()
     path = (parts.get("path") or "").strip("/")
     if ".." in path.split("/") or ".." in (parts.get("location") or "").split("/"):
-        raise InvalidSpec(f"spec.model.uri: {uri!r} must not contain '..'; name the directory itself")
+        raise InvalidSpec(f"{field}: {uri!r} must not contain '..'; name the directory itself")
     return Source(scheme, parts.get("location") or "", path)
 
 

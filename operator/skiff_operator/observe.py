@@ -164,7 +164,7 @@ class Observer:
             spec.requests(obj) != known.requests or spec.promoted_revision(obj) != known.promoted_revision
         )
         if entry.uid != meta["uid"]:
-            entry.analysis = entry.scaling = None
+            entry.analysis = entry.scaling = entry.adapters = None
         entry.uid, entry.resource_version = meta["uid"], meta["resourceVersion"]
         entry.deleting = "deletionTimestamp" in meta
         entry.status = status.read(obj.get("status"))
@@ -172,6 +172,7 @@ class Observer:
             return ReconcileRequest(key, Stage.STATUS)
         entry.generation = meta["generation"]
         _parse_spec(entry, obj)
+        self.cache.record_lora(key, entry)
         return ReconcileRequest(key, Stage.CHILDREN, edited=True)
 
     def _observe_child(

@@ -23,6 +23,12 @@ _OWNED_FLAGS: Final = {
     contract.FLAG_MAX_MODEL_LEN: "spec.runtime.maxModelLen",
     contract.FLAG_DRAIN_TIMEOUT: "spec.drain.timeoutSeconds",
     contract.FLAG_STARTUP_TIMEOUT: "spec.startup.timeoutSeconds",
+    contract.FLAG_ENABLE_LORA: "spec.lora",
+    contract.FLAG_LORA: "spec.adapters",
+    contract.FLAG_MAX_LORAS: "spec.lora.maxLoras",
+    contract.FLAG_MAX_LORA_RANK: "spec.lora.maxLoraRank",
+    contract.FLAG_MAX_CPU_LORAS: "spec.lora.maxCpuLoras",
+    contract.FLAG_LORA_DOWNLOAD_DIR: "spec.cache",
 }
 
 

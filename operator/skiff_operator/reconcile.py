@@ -375,6 +375,7 @@ def _facts(
         restored=target.deployed if target and target.failed else "",
         analysis=entry.last_analysis,
         scaling=entry.last_scaling,
+        adapters=entry.last_adapters,
         canary=entry.service.spec.rollout.canary if desired and desired.held and entry.service else None,
     )
 

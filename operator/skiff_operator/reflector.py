@@ -27,7 +27,7 @@ from kopf._core.reactor import queueing
 
 from skiff_operator.client import retry_after_seconds
 from skiff_operator.errors import OperatorError
-from skiff_operator.kinds import INFERENCE_SERVICE, Kind
+from skiff_operator.kinds import INFERENCE_SERVICE, LORA_ADAPTER, Kind
 from skiff_operator.log import logger
 from skiff_operator.watch_streams import EventHandler, StreamKey
 
@@ -340,7 +340,7 @@ def _require_kinds(kinds: Iterable[Kind], found: set[Any]) -> None:
         if (kind.group, kind.version, kind.plural) not in served:
             advice = (
                 "; apply manifests/crds first (the chart does it by itself)"
-                if kind == INFERENCE_SERVICE
+                if kind in (INFERENCE_SERVICE, LORA_ADAPTER)
                 else ""
             )
             raise OperatorError(

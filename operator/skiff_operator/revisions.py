@@ -29,7 +29,7 @@ RESTARTED: Final = "restarted"
 UPGRADED: Final = "upgraded"
 WAVE: Final = "upgraded in a wave"
 
-NOT_OF_PODS: Final = ("replicas", "autoscaling", "rollout", "inferencePool")
+NOT_OF_PODS: Final = ("replicas", "autoscaling", "rollout", "inferencePool", "adapters")
 """Fields of the spec that change no pod; a return to an earlier revision keeps them, too."""
 
 

@@ -20,6 +20,9 @@ ANNOTATION_UPGRADED_AT: Final = f"{contract.API_GROUP}/upgraded-at"
 ANNOTATION_PROMOTED_REVISION: Final = f"{contract.API_GROUP}/promoted-revision"
 """Request of `skiff rollout promote` on the InferenceService: the revision that is no canary any more."""
 
+MAX_SPEC_ADAPTERS: Final = 64
+_MAX_LORAS: Final = 512
+"""Of the runtime, for adapters in GPU memory and for their rank."""
 _REQUEST_CHARACTERS: Final = 64
 """More of such an annotation does not count, and is not copied to pods."""
 _ENDPOINT: Final = re.compile(r"https?://[A-Za-z0-9.\[\]:_-]+(/[^\s?#@]*)?")
@@ -149,6 +152,21 @@ class KernelCache(_Strict, frozen=True):
     host_path: str | None = None
 
 
+class Adapter(_Strict, frozen=True):
+    """A LoRA adapter: the name by which clients request it, and the URI of its files."""
+
+    name: str
+    uri: str
+
+
+class Lora(_Strict, frozen=True):
+    """The serving of LoRA adapters. `max_loras`: adapters in GPU memory, and so in one batch; `max_cpu_loras`: in host memory."""
+
+    max_loras: int = 8
+    max_lora_rank: int = 16
+    max_cpu_loras: int | None = None
+
+
 class Startup(_Strict, frozen=True):
     """The startup limit of a container, without downloads."""
 
@@ -268,9 +286,11 @@ class Autoscaling(_Strict, frozen=True):
 
 
 class Spec(_Strict, frozen=True):
-    """The complete `spec`, with defaults filled in."""
+    """The complete `spec`, with defaults filled in: `adapters` imply `lora`."""
 
     model: Model
+    lora: Lora | None = None
+    adapters: tuple[Adapter, ...] = ()
     runtime: Runtime = Runtime()
     parallelism: Parallelism = Parallelism()
     replicas: int = 1
@@ -359,6 +379,8 @@ def parse(obj: dict[str, Any]) -> InferenceService:
     except msgspec.ValidationError as error:
         raise InvalidSpec(f"spec: {error}; {_HINT}") from error
     _check(spec)
+    if spec.adapters and spec.lora is None:
+        spec = msgspec.structs.replace(spec, lora=Lora())
     restarted_at, upgraded_at = requests(obj)
     return InferenceService(
         namespace=meta["namespace"],
@@ -467,8 +489,25 @@ def _check(spec: Spec) -> None:
         raise InvalidSpec("spec.runtime.gpuResourceName: only device cuda takes GPUs; remove it")
     if spec.autoscaling is not None:
         _check_autoscaling(spec.autoscaling)
+    if spec.lora is not None:
+        _check_lora(spec.lora)
+    if len(spec.adapters) > MAX_SPEC_ADAPTERS:
+        raise InvalidSpec(
+            f"spec.adapters: at most {MAX_SPEC_ADAPTERS} adapters; make LoRAAdapters of the others"
+        )
     if spec.replicas < 0 or spec.parallelism.tensor < 1:
         raise InvalidSpec("spec.replicas must be 0 or more, and spec.parallelism.tensor 1 or more")
+
+
+def _check_lora(lora: Lora) -> None:
+    for name, value in (("maxLoras", lora.max_loras), ("maxLoraRank", lora.max_lora_rank)):
+        if not 1 <= value <= _MAX_LORAS:
+            raise InvalidSpec(f"spec.lora.{name}: must be 1 to {_MAX_LORAS}")
+    if lora.max_cpu_loras is not None and lora.max_cpu_loras < lora.max_loras:
+        raise InvalidSpec(
+            f"spec.lora.maxCpuLoras: {lora.max_cpu_loras} is less than maxLoras, {lora.max_loras}, whose adapters are in host "
+            "memory, too; raise it, or lower maxLoras"
+        )
 
 
 def _check_autoscaling(autoscaling: Autoscaling) -> None:

@@ -20,6 +20,9 @@ PROGRESSING: Final = "Progressing"
 DEGRADED: Final = "Degraded"
 UPGRADE_AVAILABLE: Final = "UpgradeAvailable"
 """Present only while True: the pods have the template of another operator."""
+ADAPTERS_READY: Final = "AdaptersReady"
+ADAPTER_REFUSED: Final = "AdapterRefused"
+"""Reason of an adapter that pods have refused."""
 CONDITIONS: Final = (READY, MODEL_READY, AVAILABLE, PROGRESSING, DEGRADED)
 
 SERVING: Final = "Serving"
@@ -91,6 +94,21 @@ class Scaling(msgspec.Struct, frozen=True, rename="camel"):
     at: str
 
 
+class AdapterStatus(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
+    """A LoRA adapter, as routers read it. `source`: the LoRAAdapter, or empty for one of the spec; `loaded_pods`: ready pods.
+
+    `ready`: every ready pod answers for it.
+    """
+
+    name: str
+    uri: str
+    source: str = ""
+    ready: bool = False
+    loaded_pods: int = 0
+    reason: str = ""
+    message: str = ""
+
+
 class CanaryHeader(msgspec.Struct, frozen=True):
     """The header of the requests that get to the canary."""
 
@@ -128,6 +146,7 @@ class Status(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
     startup: PodStartup | None = None
     analysis: Analysis | None = None
     canary: CanaryStatus | None = None
+    adapters: tuple[AdapterStatus, ...] = ()
     autoscaling: Scaling | None = None
 
     @property
@@ -156,7 +175,7 @@ class Facts:
     created. `draining` are the pods that are being deleted, and `announcement` describes a rollout that replaces pods
     in place. `outdated` is the version of the operator whose template the pods keep, if this one would build another.
     `scaling`: the last change of the number of pods, with autoscaling. `canary`: the policy of the canary that the new pods
-    are. `paused`: the Deployment replaces no pods. `restored`: the revision to which a rollback returned, or empty.
+    are. `adapters`: the LoRA adapters. `paused`: the Deployment replaces no pods. `restored`: the revision to which a rollback returned, or empty.
 
     The rest is derived. `live` are the pods that have not terminated, `new_pods` those of them that have the desired
     revision, and `older` the others; `new_ready` is the number of new pods that are ready. `placed` is true if a new
@@ -183,6 +202,7 @@ class Facts:
     analysis: Analysis | None = None
     scaling: Scaling | None = None
     canary: Canary | None = None
+    adapters: tuple[AdapterStatus, ...] = ()
     live: list[PodState] = field(init=False)
     new_pods: list[PodState] = field(init=False)
     older: list[PodState] = field(init=False)
@@ -217,6 +237,7 @@ def report(facts: Facts, previous: Status | None, now: str) -> Status:
         _progressing(facts, trouble, completed),
         _degraded(trouble),
         *_upgrade_available(facts),
+        *_adapters_ready(facts),
     )
     before = {} if previous is None else {condition.type: condition for condition in previous.conditions}
     return Status(
@@ -235,6 +256,7 @@ def report(facts: Facts, previous: Status | None, now: str) -> Status:
         startup=_startup(facts, previous),
         analysis=facts.analysis,
         canary=_canary(facts, previous, now),
+        adapters=facts.adapters,
         autoscaling=facts.scaling,
     )
 
@@ -384,6 +406,19 @@ def _upgrade_available(facts: Facts) -> list[Verdict]:
     advice = f"`skiff rollout upgrade {facts.name}` adopts the present one"
     message = f"the pods keep the template of operator {facts.outdated}; {advice}"
     return [(UPGRADE_AVAILABLE, True, "TemplatePinned", message)]
+
+
+def _adapters_ready(facts: Facts) -> list[Verdict]:
+    if not facts.adapters:
+        return []
+    missing = [each for each in facts.adapters if not each.ready]
+    if not missing:
+        return [
+            (ADAPTERS_READY, True, "Loaded", f"every ready pod answers for {len(facts.adapters)} adapters")
+        ]
+    first = missing[0]
+    message = f"{len(missing)} of {len(facts.adapters)} adapters are not ready; {first.name}: {first.message}"
+    return [(ADAPTERS_READY, False, first.reason, message)]
 
 
 def _count(facts: Facts) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
-from skiff_operator.kinds import CHILDREN, ENGINES, GATEWAY_KINDS, INFERENCE_SERVICE, POD, Kind
+from skiff_operator.kinds import CHILDREN, ENGINES, GATEWAY_KINDS, INFERENCE_SERVICE, LORA_ADAPTER, POD, Kind
 from skiff_operator.settings import Settings
 
 Event = Literal["LISTED", "ADDED", "MODIFIED", "DELETED"]
@@ -25,7 +25,7 @@ def watched(engines: Iterable[str], *, inference_pools: bool = False) -> tuple[K
     optional = [ENGINES[engine] for engine in engines]
     if inference_pools:
         optional += GATEWAY_KINDS
-    return (INFERENCE_SERVICE, *CHILDREN, *optional, POD)
+    return (INFERENCE_SERVICE, *CHILDREN, *optional, POD, LORA_ADAPTER)
 
 
 class StreamKey(NamedTuple):

@@ -74,21 +74,23 @@ class RouterApp:
         return b"ok\n", "text/plain"
 
     def _models(self) -> tuple[bytes, str]:
-        """List the models as OpenAI's API does, with the state of their pods."""
-        models = []
+        """List the models and their LoRA adapters as OpenAI's API does, with the state of their pods."""
+        models: list[dict[str, object]] = []
         for backend in self._registry.backends:
             states = [endpoint.state for endpoint in backend.endpoints]
-            models.append(
-                {
-                    "id": self._registry.public_name(backend),
-                    "object": "model",
-                    "created": self._created,
-                    "owned_by": "skiff",
-                    "service": backend.key,
-                    "state": backend.state,
-                    "pods": {state: states.count(state) for state in sorted(set(states))},
-                }
-            )
+            common = {
+                "object": "model",
+                "created": self._created,
+                "owned_by": "skiff",
+                "service": backend.key,
+                "state": backend.state,
+                "pods": {state: states.count(state) for state in sorted(set(states))},
+            }
+            name = self._registry.public_name(backend)
+            models.append({"id": name, **common})
+            for adapter in sorted(backend.adapters):
+                public = self._registry.public_adapter_name(backend, adapter)
+                models.append({"id": public, **common, "parent": name, "ready": backend.adapters[adapter]})
         return encode_json({"object": "list", "data": models}), "application/json"
 
 

@@ -16,6 +16,10 @@ from skiff_router.upstream import Address
 from skiff_runtime import contract
 
 SERVICE_NAME_LABEL: Final = "kubernetes.io/service-name"
+_EXPECTED_REASONS: Final = frozenset(
+    {"Loading", "NoPods", "LoadFailed", "PodUnreachable", "Unauthorized", "Fetching", "FetchFailed"}
+)
+"""Of adapters that are not ready, but may be answered for by some pods, or by pods that start."""
 
 
 class _Model(msgspec.Struct):
@@ -55,9 +59,16 @@ class _Canary(msgspec.Struct, rename="camel"):
     pods: list[str] = []
 
 
+class _Adapter(msgspec.Struct):
+    name: str
+    ready: bool = False
+    reason: str = ""
+
+
 class _ServiceStatus(msgspec.Struct):
     startup: _Startup | None = None
     canary: _Canary | None = None
+    adapters: list[_Adapter] = []
 
 
 class InferenceService(KubernetesObject):
@@ -149,6 +160,15 @@ def canary_of(service: InferenceService) -> CanarySplit | None:
     )
 
 
+def adapters_of(service: InferenceService) -> dict[str, bool]:
+    """Return the LoRA adapters of an InferenceService, and whether all ready pods answer for each.
+
+    One that is loaded nowhere is left out, unless it waits for pods to start.
+    """
+    adapters = service.status.adapters if service.status is not None else []
+    return {each.name: each.ready for each in adapters if each.ready or each.reason in _EXPECTED_REASONS}
+
+
 class Discovery:
     """Keeps a registry equal to what the cluster holds."""
 
@@ -198,6 +218,7 @@ class Discovery:
         key, model = _key(service), service.spec.model.name or service.metadata.name
         backend = self._registry.put(key, model)
         backend.scaling, backend.canary = scaling_of(service), canary_of(service)
+        self._registry.set_adapters(backend, adapters_of(service))
         if self._models.get(key) != model:
             self._models[key] = model
             self._update(key)

@@ -19,6 +19,8 @@ PROBE_SECONDS: Final = 1.0
 """Interval of the probes of a pod."""
 PROBE_TIMEOUT_SECONDS: Final = 2.0
 """A pod that does not answer a probe for this long hangs: the API process of a busy one answers in milliseconds."""
+RESIDENT_LEAD: Final = 4
+"""Requests by which a pod with an adapter in a LoRA slot may be busier than the least busy one, and still gets its requests."""
 MAX_LISTED_NAMES: Final = 50
 """Models that the error for an unknown one lists."""
 
@@ -108,6 +110,7 @@ class Backend:
     ``key`` is ``namespace/name`` of the InferenceService, or the model's name. ``endpoints`` are in the order of their names,
     so that routers which see the same pods see them in the same order. ``scaling``: the number of pods that the cluster
     wants; None for pods that ``--backend`` names. ``canary``: the split of requests between two revisions, if there is one.
+    ``adapters``: names of LoRA adapters, and whether all ready pods answer for each.
     """
 
     key: str
@@ -115,6 +118,7 @@ class Backend:
     endpoints: list[Endpoint] = field(default_factory=list)
     scaling: Scaling | None = None
     canary: CanarySplit | None = None
+    adapters: dict[str, bool] = field(default_factory=dict)
 
     @property
     def state(self) -> BackendState:
@@ -142,6 +146,21 @@ class Backend:
         pods = self.canary.pods
         return [endpoint for endpoint in endpoints if (endpoint.name in pods) == canary] or endpoints
 
+    def select_adapter(self, endpoints: list[Endpoint], adapter: str) -> list[Endpoint]:
+        """Return the pods among ``endpoints`` for a request of a LoRA adapter: those that have it, in a LoRA slot if they are not busy.
+
+        A pod that does not report its adapters may have it. If all lack it, any of them says so.
+        """
+        having = [
+            each for each in endpoints if each.pod.adapters is None or adapter in each.pod.adapters.loaded
+        ]
+        having = having or endpoints
+        resident = [each for each in having if each.pod.adapters and adapter in each.pod.adapters.resident]
+        if not resident:
+            return having
+        least = min(endpoint.requests for endpoint in having)
+        return [each for each in resident if each.requests <= least + RESIDENT_LEAD] or having
+
     def update(self, wanted: dict[Address, str]) -> None:
         """Replace the pods by ``wanted``, names by address. A pod that stays keeps its state."""
         known = {endpoint.address: endpoint for endpoint in self.endpoints}
@@ -155,16 +174,32 @@ class Backend:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The target of a request: the pods of a model, and the LoRA adapter, "" for the model itself."""
+
+    backend: Backend
+    adapter: str = ""
+
+    @property
+    def served_name(self) -> str:
+        """Return the name by which the pods know the target."""
+        return self.adapter or self.backend.model
+
+
 class Registry:
     """All models by the names under which clients ask for them: the model's name, and ``namespace/name``.
 
     A model's name that several InferenceServices have means none of them: otherwise whoever may create one in some
-    namespace could take the requests of another.
+    namespace could take the requests of another. The same holds for LoRA adapters, which have the names ``adapter`` and
+    ``namespace/name/adapter``; where a model has the name of an adapter, the name means the model.
     """
 
     def __init__(self) -> None:
         self._backends: dict[str, Backend] = {}
         self._by_model: dict[str, list[Backend]] = {}
+        self._by_adapter: dict[str, list[Backend]] = {}
+        self._by_adapter_key: dict[str, Route] = {}
 
     @property
     def backends(self) -> list[Backend]:
@@ -182,6 +217,13 @@ class Registry:
         self._index()
         return backend
 
+    def set_adapters(self, backend: Backend, adapters: dict[str, bool]) -> None:
+        """Replace the LoRA adapters of a backend."""
+        named = backend.adapters.keys() != adapters.keys()
+        backend.adapters = adapters
+        if named:
+            self._index()
+
     def remove(self, key: str) -> None:
         """Remove a backend; its requests in flight go on."""
         backend = self._backends.pop(key, None)
@@ -190,8 +232,8 @@ class Registry:
             backend.update({})
             self._index()
 
-    def find(self, name: str) -> Backend:
-        """Return the backend for the ``model`` of a request.
+    def find(self, name: str) -> Route:
+        """Return the target for the ``model`` of a request.
 
         Raises:
             ModelNotFound: None has this name; the message lists those that there are.
@@ -199,17 +241,23 @@ class Registry:
         """
         found = self._by_model.get(name, ())
         if len(found) == 1:
-            return found[0]
+            return Route(found[0])
         backend = self._backends.get(name)
         if backend is not None:
-            return backend
+            return Route(backend)
         if found:
-            keys = ", ".join(backend.key for backend in found)
-            raise InvalidRequest(
-                f"several InferenceServices serve a model {name!r}; name one of them: {keys}",
-                param="model",
-                code="model_ambiguous",
+            raise _ambiguous(
+                f"several InferenceServices serve a model {name!r}", [each.key for each in found]
             )
+        served = self._by_adapter.get(name, ())
+        if len(served) == 1:
+            return Route(served[0], name)
+        route = self._by_adapter_key.get(name)
+        if route is not None:
+            return route
+        if served:
+            keys = [_adapter_key(each, name) for each in served]
+            raise _ambiguous(f"several InferenceServices serve an adapter {name!r}", keys)
         raise ModelNotFound(
             f"the model {name!r} is not served here; models: {', '.join(self._names()) or 'none yet'}",
             param="model",
@@ -219,12 +267,37 @@ class Registry:
         """Return the name by which clients request a backend: its model's, or its key where others have the same."""
         return backend.model if len(self._by_model[backend.model]) == 1 else backend.key
 
+    def public_adapter_name(self, backend: Backend, adapter: str) -> str:
+        """Return the name by which clients request an adapter: its own, or its key where a model or another adapter has the same."""
+        unique = len(self._by_adapter[adapter]) == 1
+        taken = adapter in self._by_model or adapter in self._backends
+        return adapter if unique and not taken else _adapter_key(backend, adapter)
+
     def _names(self) -> list[str]:
-        """Return some of the names by which models are requested, in order."""
-        names = sorted(self.public_name(backend) for backend in self._backends.values())
+        """Return some of the names by which models and adapters are requested, in order."""
+        names = [self.public_name(backend) for backend in self._backends.values()]
+        names += [
+            self.public_adapter_name(backend, adapter)
+            for backend in self._backends.values()
+            for adapter in backend.adapters
+        ]
+        names.sort()
         return names if len(names) <= MAX_LISTED_NAMES else [*names[:MAX_LISTED_NAMES], "..."]
 
     def _index(self) -> None:
-        self._by_model = {}
+        self._by_model, self._by_adapter, self._by_adapter_key = {}, {}, {}
         for backend in self.backends:
             self._by_model.setdefault(backend.model, []).append(backend)
+            for adapter in backend.adapters:
+                self._by_adapter.setdefault(adapter, []).append(backend)
+                self._by_adapter_key[_adapter_key(backend, adapter)] = Route(backend, adapter)
+
+
+def _adapter_key(backend: Backend, adapter: str) -> str:
+    return f"{backend.key}/{adapter}"
+
+
+def _ambiguous(fact: str, keys: list[str]) -> InvalidRequest:
+    return InvalidRequest(
+        f"{fact}; name one of them: {', '.join(keys)}", param="model", code="model_ambiguous"
+    )

@@ -14,6 +14,7 @@ from skiff_runtime.prompt_blocks import PROMPT_BLOCK_BYTES
 from skiff_runtime.state_events import (
     KVBlocksChanged,
     LoadChanged,
+    PodAdapters,
     PodLoad,
     PromptBlocksChanged,
     Snapshot,
@@ -71,6 +72,8 @@ class PodState:
     def __init__(self) -> None:
         self.load: PodLoad | None = None
         self.isolates_keys = False
+        self.adapters: PodAdapters | None = None
+        """None if it is not known which LoRA adapters the pod has."""
         self.prompt_blocks: set[int] = set()
         """Reported as cached, or expected to be when a further request runs."""
         self.unseen_requests = 0
@@ -106,11 +109,14 @@ class PodState:
             case LoadChanged():
                 self.accepts_requests = event.state == _READY
                 self._record_load(event.load, now)
+                if event.adapters is not None:
+                    self.adapters = event.adapters
                 self.record_report(now)
             case Snapshot():
                 self.accepts_requests = event.state == _READY
                 self._record_load(event.load, now)
                 self.isolates_keys = event.isolates_keys
+                self.adapters = event.adapters
                 self.prompt_blocks = set(event.prompt_blocks[:MAX_PROMPT_BLOCKS])
                 self._expected.clear()
                 self.record_report(now)
@@ -196,7 +202,7 @@ class PodState:
 
     def forget(self) -> None:
         """Forget everything: the stream of events has ended."""
-        self.load = None
+        self.load = self.adapters = None
         self.prompt_blocks = set()
         self._expected.clear()
         self.free_at = self.unseen_seconds = self.token_seconds = 0.0

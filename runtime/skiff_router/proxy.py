@@ -13,7 +13,7 @@ from typing import Final
 
 import msgspec
 
-from skiff_router.endpoints import Backend, Endpoint, Registry
+from skiff_router.endpoints import Backend, Endpoint, Registry, Route
 from skiff_router.errors import BadGateway, GatewayTimeout
 from skiff_router.metering import Meter, Metering
 from skiff_router.metrics import RouterMetrics
@@ -39,7 +39,7 @@ from skiff_runtime.api.http.request_body import BodyReader, ClientDisconnected
 from skiff_runtime.api.http.request_headers import parse_deadline
 from skiff_runtime.api.http.responses import error_body, get_request_id, get_response_headers, send_error
 from skiff_runtime.api.http.usage_header import USAGE_HEADER
-from skiff_runtime.errors import CLIENT_CLOSED_REQUEST, RequestError, Unavailable
+from skiff_runtime.errors import CLIENT_CLOSED_REQUEST, ModelNotFound, RequestError, Unavailable
 from skiff_runtime.sse import encode_event
 
 NO_POD_RETRY_SECONDS: Final = 2
@@ -202,6 +202,7 @@ class _RoutedRequest:
         self._writer = ClientWriter(scope, send, get_response_headers(scope))
         self._model = ""
         self._service = ""
+        self._adapter = ""
         self._prompt = NO_PROMPT
         self._is_canary = False
         self._wants_stream = False
@@ -216,7 +217,7 @@ class _RoutedRequest:
             await self._respond(backend, await self._attempt_when_ready(backend))
         except RequestError as error:
             self._is_over = True
-            self._meter.end(error.status, model=self._model, service=self._service)
+            self._meter.end(error.status, model=self._adapter or self._model, service=self._service)
             if self._writer.has_begun:
                 await self._end_events(error_event(self._scope["path"], error, self._id), error.status)
                 return
@@ -237,25 +238,27 @@ class _RoutedRequest:
         is_native = self._scope["path"] == contract.PATH_GENERATE
         named = read_header_model(self._scope["headers"]) if is_native else ""
         fields = read_body(self._body, model=named)
-        backend = self._context.registry.find(fields.model)
+        route = self._context.registry.find(fields.model)
+        backend, self._adapter = route.backend, route.adapter
         self._model, self._service = backend.model, backend.key
-        self._prompt = self._read_prompt(fields, backend)
+        self._prompt = self._read_prompt(fields, route)
         if backend.canary is not None:
             headers = self._scope["headers"]
             self._is_canary = backend.canary.takes(headers, fields, get_key(headers))
         self._wants_stream = fields.wants_stream
-        if fields.model != backend.model and not is_native:
-            self._body = replace_model(self._body, backend.model)
+        if (fields.model != route.served_name and not is_native) or (is_native and route.adapter):
+            self._body = replace_model(self._body, route.served_name)
         return backend
 
-    def _read_prompt(self, fields: RoutedBody, backend: Backend) -> Prompt:
+    def _read_prompt(self, fields: RoutedBody, route: Route) -> Prompt:
         settings = self._context.settings
         key = (
             get_key(self._scope["headers"])
             if settings.forward_credentials
             else settings.get_backend_key().encode()
         )
-        return read_prompt(fields, backend, key, with_blocks=self._context.policy.reads_blocks)
+        with_blocks = self._context.policy.reads_blocks
+        return read_prompt(fields, route.backend, key, adapter=route.adapter, with_blocks=with_blocks)
 
     async def _attempt_when_ready(self, backend: Backend) -> Outcome | None:
         """Return the outcome of the last attempt, after waiting for a pod if there is none.
@@ -281,7 +284,7 @@ class _RoutedRequest:
 
         One failure does not eject a pod, so the only one may be gone although it counts as available.
         """
-        if outcome is not None and not _is_retryable(outcome):
+        if outcome is not None and not self._is_retryable(outcome):
             return False
         if self._context.room.must_wait(backend):
             return True
@@ -315,6 +318,8 @@ class _RoutedRequest:
             self._attempts += 1
             now = self._loop.time()
             left = backend.select_revision(left, canary=self._is_canary)
+            if self._adapter:
+                left = backend.select_adapter(left, self._adapter)
             endpoint = context.policy.choose(left, self._prompt, now)
             if backend.canary is not None:
                 context.metrics.record_canary_choice(self._model, canary=endpoint.name in backend.canary.pods)
@@ -323,9 +328,26 @@ class _RoutedRequest:
             is_known = context.policy.reads_blocks and endpoint.pod.load is not None
             self._expected_cached = self._prompt.count_cached_tokens(cached) if is_known else None
             outcome = await self._try(endpoint)
-            if not _is_retryable(outcome):
+            if not self._is_retryable(outcome):
                 break
         return outcome
+
+    def _is_retryable(self, outcome: Outcome) -> bool:
+        """Return whether another pod may take the request.
+
+        The client has nothing yet, and this pod did not begin, failed, or does not have the adapter.
+        """
+        match outcome:
+            case Broken(begun=begun):
+                return not begun
+            case Reply(status):
+                return status in REFUSALS or self._lacks_adapter(outcome)
+            case _:
+                return False
+
+    def _lacks_adapter(self, reply: Reply) -> bool:
+        """Return whether a pod does not have the adapter of the request, as one that has just started."""
+        return bool(self._adapter) and reply.status == ModelNotFound.status
 
     async def _try(self, endpoint: Endpoint) -> Outcome:
         """Send the request to a pod, wait for the end of its response, and record what that says about the pod."""
@@ -420,6 +442,11 @@ class _RoutedRequest:
                 self._finish(status)
             case Broken(begun=True):
                 self._finish(BadGateway.status)
+            case Reply() if self._lacks_adapter(outcome):
+                raise Unavailable(
+                    f"no pod of the model {backend.model!r} has the adapter {self._adapter!r} now; retry",
+                    retry_after_seconds=NO_POD_RETRY_SECONDS,
+                )
             case Reply(status) if self._writer.has_begun:
                 self._is_over = True
                 await self._end_events(_reply_event(self._scope["path"], outcome, self._id), status)
@@ -446,7 +473,7 @@ class _RoutedRequest:
         if self._expected_cached is not None and usage is not None and usage.prompt and not usage.estimated:
             expected = min(self._expected_cached, usage.prompt)
             self._context.metrics.record_prefix_hit(self._model, expected=expected, actual=usage.cached)
-        self._meter.end(status, usage, model=self._model, service=self._service)
+        self._meter.end(status, usage, model=self._adapter or self._model, service=self._service)
         log.event(
             "request_finished",
             id=self._id,
@@ -456,17 +483,6 @@ class _RoutedRequest:
             attempts=self._attempts,
             seconds=self._loop.time() - self._began,
         )
-
-
-def _is_retryable(outcome: Outcome) -> bool:
-    """Return whether another pod may take the request: the client has nothing yet, and this pod did not begin, or failed."""
-    match outcome:
-        case Broken(begun=begun):
-            return not begun
-        case Reply(status):
-            return status in REFUSALS
-        case _:
-            return False
 
 
 def _expire(relay: Relay, connection: UpstreamConnection, limit: float) -> None:

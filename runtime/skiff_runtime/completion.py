@@ -9,7 +9,15 @@ import shtab
 from skiff_runtime.config.arguments import field_choices
 
 _PATH_FIELDS: Final = frozenset(
-    {"model", "chat_template", "download_dir", "kernel_cache_dir", "api_key_file", "admin_api_key_file"}
+    {
+        "model",
+        "chat_template",
+        "download_dir",
+        "lora_download_dir",
+        "kernel_cache_dir",
+        "api_key_file",
+        "admin_api_key_file",
+    }
 )
 """Options of ``skiff serve`` whose values may be paths; those of other commands have the type ``Path``."""
 

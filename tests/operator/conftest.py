@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT / "tests/cluster"))
 from controlplane import ControlPlane  # noqa: E402
 
 CRD = ROOT / "manifests/crds/inferenceservices.yaml"
-MODEL_CACHE_CRD = ROOT / "manifests/crds/modelcaches.yaml"
+OTHER_CRDS = [ROOT / f"manifests/crds/{name}.yaml" for name in ("loraadapters", "modelcaches")]
 MANIFESTS = ("namespace", "service-account", "rbac", "deployment")
 Start = Callable[..., OperatorProcess]
 RunCommand = Callable[..., tuple[int, str]]
@@ -48,8 +48,9 @@ def server(plane: ControlPlane) -> ApiServer:
     """
     server = ApiServer(plane.kubeconfig)
     server.install(CRD)
-    server.install(MODEL_CACHE_CRD)
-    eventually(lambda: _served(server), "the CRD is served")
+    for each in OTHER_CRDS:
+        server.install(each)
+    eventually(lambda: _served(server), "the CRDs are served")
     plane.restart("kube-controller-manager")
     return server
 
@@ -109,7 +110,7 @@ def api(server: ApiServer, request: pytest.FixtureRequest) -> ApiServer:
 
 def _served(server: ApiServer) -> bool:
     try:
-        return server.list("inferenceservices") == []
+        return server.list("inferenceservices") == server.list("loraadapters") == []
     except Refused:
         return False
 

@@ -245,8 +245,8 @@ def test_names_are_overridden_together(helm: Helm, values: list[str], name: str)
         assert body["metadata"]["name"].removeprefix("skiff:skiff-system:").startswith(name), body["metadata"]
     environ = {each["name"]: each.get("value") for each in pod(bodies)["containers"][0]["env"]}
     assert environ["SKIFF_OPERATOR_LEASE_NAME"] == name
-    leases = [rule for body in of_kind(bodies, "Role") for rule in body["rules"] if "resourceNames" in rule]
-    assert [rule["resourceNames"] for rule in leases] == [[name]]
+    named = [rule for body in of_kind(bodies, "Role") for rule in body["rules"] if "resourceNames" in rule]
+    assert [rule["resourceNames"] for rule in named] == [[name], [f"{name}-lora"]]
 
 
 def test_names_that_must_change_stay_distinct_and_valid(helm: Helm) -> None:

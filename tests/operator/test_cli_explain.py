@@ -13,7 +13,7 @@ from skiff_operator.cli.explain import Event, Pod, Snapshot, render
 from skiff_operator.failure import REMEDIES
 from skiff_operator.rollout_analysis import OBSERVING, Analysis, Figures
 from skiff_operator.startup import PodStartup
-from skiff_operator.status import Facts, Problem, Scaling, report
+from skiff_operator.status import AdapterStatus, Facts, Problem, Scaling, report
 from skiff_operator.workload import Crash, PodState, Rollout
 
 NOW = "2026-01-01T00:00:00Z"
@@ -31,6 +31,11 @@ ANALYSIS = Analysis(
     candidate=Figures(revision="new", requests=120, failed_requests=31, ttft_p90_seconds=0.25),
     baseline=Figures(revision="old", requests=400),
     until=NOW,
+)
+
+ADAPTERS = (
+    AdapterStatus(name="sql", uri="hf://org/sql", ready=True, loaded_pods=1, reason="Loaded"),
+    AdapterStatus(name="bad", uri="hf://org/bad", source="team", reason="AdapterRefused", message="rank 64"),
 )
 
 
@@ -58,6 +63,7 @@ def snapshot(
         paused=paused,
     )
     kept = {name: fields.pop(name, None) for name in ("startup", "analysis", "autoscaling")}
+    kept["adapters"] = fields.pop("adapters", ())
     status = msgspec.structs.replace(report(facts, None, NOW), **kept)
     given: dict[str, Any] = {
         "service": service(),
@@ -103,6 +109,7 @@ SITUATIONS = [
     (snapshot(pod(phase="Scheduling"), shortage="no schedulable node has 8"), ["NoNodeLargeEnough", "Lower spec.parallelism.tensor"]),
     (snapshot(problem=Problem("InvalidSpec", "spec.cache: set only one"), service=None), ["set only one", "Change spec as the message says"]),
     (snapshot(pod(), analysis=ANALYSIS), ["Analysis: Observing, until 2026", "new new 120 31 0.25s", "old old 400 0 -"]),
+    (snapshot(pod(ready=True, phase="Serving"), adapters=ADAPTERS), ["bad LoRAAdapter team 0 AdapterRefused: rank 64", "sql spec.adapters 1 Loaded"]),
     (snapshot(status=None), ["no operator has reported on it", "Check that the operator runs"]),
 ]  # fmt: skip
 

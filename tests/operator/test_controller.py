@@ -15,6 +15,7 @@ from skiff_operator.cache import Cache, Entry
 from skiff_operator.controller import Controller
 from skiff_operator.errors import ApiConflict, ApiUnavailable
 from skiff_operator.kinds import CONTROLLER_REVISION, INFERENCE_SERVICE
+from skiff_operator.lora.index import Index
 from skiff_operator.observe import Observer
 from skiff_operator.plan import Step
 from skiff_operator.reconcile import Outcome, Reconciler
@@ -46,7 +47,7 @@ class Scripted:
 
 def controller(reconciler: Any) -> Controller:
     """A controller around it, before anything is listed."""
-    return Controller(Observer(Cache(), SETTINGS), reconciler, WatchStreams(SETTINGS), SETTINGS)
+    return Controller(Observer(Cache(), SETTINGS), reconciler, WatchStreams(SETTINGS), SETTINGS, Index())
 
 
 def sync(of: Controller) -> None:

@@ -24,7 +24,37 @@ def manifest(name: str = "llama", **fields: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda path: path.stem)
 def test_samples_are_taken(api: ApiServer, sample: Path) -> None:
     for body in yaml.safe_load_all(sample.read_text()):
-        api.create("inferenceservices", body)
+        api.create(f"{body['kind'].lower()}s", body)
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ({"uri": "hf://org/a,b"}, "without commas"),
+        ({"uri": "hf://org/a:Q4"}, "without commas"),
+        ({"uri": "demo://"}, "must be hf://ORGANISATION/NAME"),
+        ({"uri": "s3://bucket/a/../b"}, "name the directory itself"),
+        ({"uri": "pvc://claim/a", "credentialsSecretRef": {"name": "x"}}, "remove credentialsSecretRef"),
+        (
+            {"uri": "s3://bucket/a", "credentialsSecretRef": {"name": "x", "key": "y"}},
+            "remove credentialsSecretRef.key",
+        ),
+        ({"uri": "hf://org/a", "name": "a,b"}, "spec.name"),
+        ({"uri": "hf://org/a", "name": "a=b"}, "spec.name"),
+        ({"uri": "hf://org/a", "modelRef": {}}, "spec.modelRef.name"),
+        ({"uri": "hf://org/a", "rank": 8}, "unknown field"),
+    ],
+)
+def test_wrong_lora_adapters_are_refused_with_advice(api: ApiServer, spec: dict[str, Any], says: str) -> None:
+    body = {
+        "apiVersion": "serving.skiff.dev/v1alpha1",
+        "kind": "LoRAAdapter",
+        "metadata": {"name": "sql"},
+        "spec": {"modelRef": {"name": "llama"}, **spec},
+    }
+    with pytest.raises(Refused) as refused:
+        api.create("loraadapters", body)
+    assert says in refused.value.message
 
 
 def test_defaults_are_filled_in(api: ApiServer) -> None:

@@ -47,6 +47,16 @@ UNUSED = {
     Right("serving.skiff.dev", "inferenceservices/scale", "patch"): (
         "when autoscaling changes the number of pods; test_autoscaler.py needs it"
     ),
+    Right("serving.skiff.dev", "loraadapters/status", "patch"): "only LoRAAdapters need it; test_lora.py",
+    **{
+        Right("", resource, verb): "only InferenceServices with LoRA adapters need it; test_lora.py"
+        for resource, verbs in {
+            "configmaps": ("get", "create", "update"),
+            "pods": ("get", "create"),
+            "secrets": ("get", "create"),
+        }.items()
+        for verb in verbs
+    },
     Right("", "pods", "patch"): "before a scale-in of ready pods; test_scale_in.py needs it",
 }
 """Rights without a request in the life below, and why they are needed."""

@@ -24,6 +24,7 @@ from skiff_runtime import contract
 CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 CRD = f"{CRDS}/inferenceservices.serving.skiff.dev"
 MANIFEST = ROOT / "manifests/crds/inferenceservices.yaml"
+ADAPTERS = ROOT / "manifests/crds/loraadapters.yaml"
 HOOKS = "app.kubernetes.io/component=hook"
 
 
@@ -212,7 +213,8 @@ def test_helm_test_tells_a_working_operator_from_a_broken_one(
     plane: ControlPlane, helm: Helm, runner: HookRunner, server: ApiServer, tmp_path: Path
 ) -> None:
     make_namespaces(server, "team-c")
-    server.install(MANIFEST)
+    for manifest in (MANIFEST, ADAPTERS):
+        server.install(manifest)
     values = ["watchNamespaces={team-c}", "replicas=2", "crd.install=false"]
     helm.install(*values)
     release = Installation(server, plane.kubeconfig, helm.render(*values))

@@ -148,7 +148,7 @@ def test_router_follows_the_cluster_also_over_a_restart(
 
     def pods(model: str) -> list[str]:
         try:
-            return [endpoint.address.host for endpoint in registry.find(model).endpoints]
+            return [endpoint.address.host for endpoint in registry.find(model).backend.endpoints]
         except RequestError:
             return ["no such model"]
 
@@ -210,7 +210,7 @@ def test_router_asks_for_pods_at_the_version_that_it_has_seen(api: ApiServer, ac
             async with asyncio.timeout(60):
                 while not discovery.is_synced:  # noqa: ASYNC110 (the API server's events are what is waited for)
                     await asyncio.sleep(0.05)
-            backend = registry.find("routed")
+            backend = registry.find("routed").backend
             running.cancel()
             await requester.request(backend, 1)
             assert await asyncio.to_thread(replicas) == 1

@@ -13,6 +13,7 @@ from skiff_operator import metrics, startup
 from skiff_operator.cache import Cache
 from skiff_operator.controller import Controller
 from skiff_operator.kinds import POD
+from skiff_operator.lora.index import Index
 from skiff_operator.observe import Observer, ReconcileRequest
 from skiff_operator.settings import Settings
 from skiff_operator.startup import PodStartup
@@ -219,7 +220,7 @@ def test_the_controller_reads_it_from_the_event() -> None:
 
     async def events() -> None:
         settings = Settings()
-        control = Controller(observer(), None, WatchStreams(settings), settings)  # type: ignore[arg-type]
+        control = Controller(observer(), None, WatchStreams(settings), settings, Index())  # type: ignore[arg-type]
         control.on_event(POD, "ADDED", pod(ready=False))
         control.on_event(POD, "MODIFIED", pod(version=2, podIP="not an address/"))
         await control.startups.close()

@@ -23,10 +23,10 @@ def newer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]
     """Operators that start after the call are of a release whose builder gives pods one more variable."""
     shutil.copytree(ROOT / "operator", tmp_path / "newer", ignore=shutil.ignore_patterns("__pycache__"))
     source = tmp_path / "newer/skiff_operator/resources/containers.py"
-    line = '"env": _variables(home, *runtime.env, *endpoint),'
+    line = '"env": variables(home, *runtime.env, *endpoint),'
     assert line in source.read_text()
     source.write_text(
-        source.read_text().replace(line, f'"env": _variables(home, {NEWER!r}, *runtime.env, *endpoint),')
+        source.read_text().replace(line, f'"env": variables(home, {NEWER!r}, *runtime.env, *endpoint),')
     )
     packages = [str(tmp_path / "newer"), str(ROOT / "runtime")]
     return lambda: monkeypatch.setattr(operator_process, "PACKAGES", packages)

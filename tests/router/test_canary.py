@@ -112,17 +112,17 @@ def test_canary_is_read_from_the_status() -> None:
     registry = Registry()
     discovery = Discovery(registry)
     discovery.list_services([service(revision=REVISION, weight=5, pods=["new"])])
-    assert registry.find("llama").canary == split(5)
+    assert registry.find("llama").backend.canary == split(5)
     header = {"name": "X-Canary", "value": "yes"}
     discovery.change_service(
         "MODIFIED", service(revision=REVISION, header=header, stickyBy="Key", pods=["new"])
     )
-    assert registry.find("llama").canary == split(0, header=(b"x-canary", b"yes"), sticky_by="Key")
+    assert registry.find("llama").backend.canary == split(0, header=(b"x-canary", b"yes"), sticky_by="Key")
     discovery.change_service("MODIFIED", service(revision=REVISION, weight=5, pods=[]))
-    assert registry.find("llama").canary is None
+    assert registry.find("llama").backend.canary is None
     discovery.change_service("MODIFIED", service(revision=REVISION, weight=5, pods=["new"]))
     discovery.change_service("MODIFIED", service())
-    assert registry.find("llama").canary is None
+    assert registry.find("llama").backend.canary is None
 
 
 async def _answer(request: PodRequest, writer: asyncio.StreamWriter) -> None:
@@ -132,7 +132,7 @@ async def _answer(request: PodRequest, writer: asyncio.StreamWriter) -> None:
 def test_requests_are_split_between_pods_and_fall_back_to_the_other_revision() -> None:
     async def scenario() -> None:
         async with routed(_answer, _answer, _answer) as (running, started):
-            backend = running.server._registry.find("a")
+            backend = running.server._registry.find("a").backend
             new = started[2]
             backend.canary = split(50, pods=frozenset({str(new.address)}))
             ask = [{"model": "a", "messages": [{"role": "user", "content": str(i)}]} for i in range(40)]

@@ -50,7 +50,7 @@ def test_number_of_pods_and_its_limits_are_known_while_the_service_is(
         "status": {"startup": {"readySeconds": 31.5, "pod": "llama-1"}},
     }
     discovery.list_services([msgspec.convert(fields, InferenceService)])
-    backend = registry.find("llama")
+    backend = registry.find("llama").backend
     assert backend.scaling == Scaling(
         replicas=0, max_replicas=4, queued_tokens=9, start_seconds=31.5, resource_version="7"
     )
@@ -73,7 +73,7 @@ def discovery(registry: Registry) -> Discovery:
 
 
 def states(registry: Registry, model: str) -> dict[str, str]:
-    return {each.address.host: each.state for each in registry.find(model).endpoints}
+    return {each.address.host: each.state for each in registry.find(model).backend.endpoints}
 
 
 def test_pods_are_ready_or_not_and_terminating_ones_are_left_out(
@@ -96,8 +96,8 @@ def test_pods_are_ready_or_not_and_terminating_ones_are_left_out(
         "10.0.0.2": "not_ready",
         "10.0.0.3": "available",
     }
-    assert registry.find("llama").endpoints[0].address == Address("10.0.0.1", 8000)
-    assert registry.find("llama").endpoints[0].name == "pod-10.0.0.1"
+    assert registry.find("llama").backend.endpoints[0].address == Address("10.0.0.1", 8000)
+    assert registry.find("llama").backend.endpoints[0].name == "pod-10.0.0.1"
 
 
 def test_order_of_services_and_slices_does_not_matter(registry: Registry, discovery: Discovery) -> None:
@@ -113,14 +113,14 @@ def test_pod_that_stays_keeps_its_state_and_one_that_goes_drains(
 ) -> None:
     discovery.list_services([service("llama")])
     discovery.change_slice("ADDED", slice_of("llama", endpoint("10.0.0.1"), endpoint("10.0.0.2")))
-    first, second = registry.find("llama").endpoints
+    first, second = registry.find("llama").backend.endpoints
     first.in_flight = 3
     discovery.change_slice("MODIFIED", slice_of("llama", endpoint("10.0.0.1")))
-    assert registry.find("llama").endpoints == [first]
+    assert registry.find("llama").backend.endpoints == [first]
     assert first.in_flight == 3
     assert second.draining
     discovery.change_slice("DELETED", slice_of("llama", endpoint("10.0.0.1")))
-    assert not registry.find("llama").endpoints
+    assert not registry.find("llama").backend.endpoints
 
 
 def test_pod_in_two_slices_is_one_and_ready_if_either_says_so(
@@ -142,9 +142,9 @@ def test_name_that_several_services_have_means_none_of_them(registry: Registry, 
     discovery.list_services([service("a", model="llama"), service("b", "bank", model="llama"), service("c")])
     with pytest.raises(InvalidRequest, match="bank/b, shop/a"):
         registry.find("llama")
-    assert registry.find("shop/a").key == "shop/a"
+    assert registry.find("shop/a").backend.key == "shop/a"
     discovery.change_service("DELETED", service("b", "bank"))
-    assert registry.find("llama").key == "shop/a"
+    assert registry.find("llama").backend.key == "shop/a"
 
 
 def test_list_of_one_namespace_leaves_the_others(registry: Registry, discovery: Discovery) -> None:
@@ -163,7 +163,7 @@ def test_models_are_listed_by_the_names_that_find_them(registry: Registry, disco
     discovery.list_services([service("a", model="llama"), service("b", "bank", model="llama"), service("c")])
     names = [registry.public_name(backend) for backend in registry.backends]
     assert names == ["bank/b", "shop/a", "c"]
-    assert [registry.find(name) for name in names] == registry.backends
+    assert [registry.find(name).backend for name in names] == registry.backends
     with pytest.raises(ModelNotFound, match="models: bank/b, c, shop/a"):
         registry.find("z")
 
@@ -172,7 +172,7 @@ def test_model_is_ready_or_loading_or_at_zero(registry: Registry, discovery: Dis
     discovery.list_services([service("a", replicas=0)])
 
     def state() -> str:
-        return registry.find("a").state
+        return registry.find("a").backend.state
 
     assert state() == "at_zero"
     discovery.change_service("MODIFIED", service("a", replicas=1))
@@ -191,6 +191,6 @@ def test_list_replaces_what_is_known(registry: Registry, discovery: Discovery) -
     discovery.list_services([service("a"), service("b")])
     discovery.list_services([service("b", model="renamed")])
     assert [backend.key for backend in registry.backends] == ["shop/b"]
-    assert registry.find("renamed").key == "shop/b"
+    assert registry.find("renamed").backend.key == "shop/b"
     with pytest.raises(ModelNotFound, match="models: renamed"):
         registry.find("a")

@@ -24,6 +24,8 @@ COLLECTIONS = {
     "resourcequotas": "/api/v1/namespaces/{namespace}/resourcequotas",
     "persistentvolumes": "/api/v1/persistentvolumes",
     "nodes": "/api/v1/nodes",
+    "configmaps": "/api/v1/namespaces/{namespace}/configmaps",
+    "loraadapters": "/apis/serving.skiff.dev/v1alpha1/namespaces/{namespace}/loraadapters",
     "secrets": "/api/v1/namespaces/{namespace}/secrets",
     "modelcaches": "/apis/serving.skiff.dev/v1alpha1/modelcaches",
     "leases": "/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases",

@@ -125,6 +125,15 @@ tolerations: {{- toYaml . | nindent 2 }}
 - apiGroups: [serving.skiff.dev]
   resources: [inferenceservices/finalizers]
   verbs: [update]
+- apiGroups: [serving.skiff.dev]
+  resources: [loraadapters]
+  verbs: [list, watch]
+- apiGroups: [serving.skiff.dev]
+  resources: [loraadapters/status]
+  verbs: [patch]
+- apiGroups: [""] # the adapters with which pods start
+  resources: [configmaps]
+  verbs: [get, create, update]
 - apiGroups: [apps]
   resources: [controllerrevisions, deployments]
   verbs: [get, list, watch, create, patch, delete]
@@ -157,7 +166,8 @@ tolerations: {{- toYaml . | nindent 2 }}
 {{- end }}
 - apiGroups: [""]
   resources: [pods]
-  verbs: [list, watch, patch] # patch: the cost of deletion, before a scale-in
+  # patch: the cost of deletion, before a scale-in; get and create: fetchers of LoRAAdapters with credentials
+  verbs: [get, list, watch, create, patch]
 - apiGroups: [events.k8s.io]
   resources: [events]
   verbs: [create]

@@ -35,6 +35,7 @@ from skiff_runtime import contract
 EVENTS: Final = 6
 LOG_LINES: Final = 12
 PODS: Final = 8
+ADAPTERS: Final = 8
 NODES: Final = 6
 _LOG_BYTES: Final = 16_384
 _EVENT_LIMIT: Final = 200
@@ -154,6 +155,7 @@ def render(snapshot: Snapshot, *, width: int) -> str:
         _headline(snapshot),
         *_conditions(snapshot, width),
         *_analysis(snapshot),
+        *_adapters(snapshot),
         *_pods(snapshot),
         *_events(snapshot, width),
         *_log(snapshot, width),
@@ -276,6 +278,25 @@ def _analysis(snapshot: Snapshot) -> Iterator[str]:
     yield f"Analysis: {analysis.phase}{until}\n" + table.render(
         ("  REVISION", "", "REQUESTS", "FAILED", "TTFT P90", "ITL P90"), rows
     )
+
+
+def _adapters(snapshot: Snapshot) -> Iterator[str]:
+    """Show the LoRA adapters, those that are not ready first, with the reason."""
+    adapters = snapshot.status.adapters if snapshot.status else ()
+    if not adapters:
+        return
+    shown = sorted(adapters, key=lambda each: (each.ready, each.name))[:ADAPTERS]
+    rows = [
+        (
+            f"  {each.name}",
+            f"LoRAAdapter {each.source}" if each.source else "spec.adapters",
+            str(each.loaded_pods),
+            each.reason if each.ready else _cut(f"{each.reason}: {redact(each.message)}", 100),
+        )
+        for each in shown
+    ]
+    rest = len(adapters) - len(shown)
+    yield table.render(("Adapters", "FROM", "PODS", "STATE"), rows) + (f"\n  and {rest} more" if rest else "")
 
 
 def _pods(snapshot: Snapshot) -> Iterator[str]:

@@ -3,7 +3,7 @@
 import math
 from typing import Any, Final
 
-from skiff_operator.resources import credentials, kernel_cache, volumes
+from skiff_operator.resources import credentials, kernel_cache, lora_config, volumes
 from skiff_operator.settings import Settings
 from skiff_operator.spec import InferenceService
 from skiff_runtime import contract
@@ -33,7 +33,9 @@ def runtime(service: InferenceService, settings: Settings, mounts: list[dict[str
     common = _common(RUNTIME, service, settings, mounts)
     return {
         **common,
-        "env": _variables(*common["env"], *kernel_cache.variables(service, common["image"])),
+        "env": variables(
+            *common["env"], *kernel_cache.variables(service, common["image"]), *lora_config.variables(service)
+        ),
         "args": _serve_arguments(service),
         "ports": [
             {"name": contract.API_PORT_NAME, "containerPort": contract.API_PORT, "protocol": "TCP"},
@@ -60,7 +62,7 @@ def fetch(service: InferenceService, settings: Settings, mounts: list[dict[str, 
     if not service.mounted_cache.name:  # else its fetcher downloads
         secret = service.spec.model.credentials_secret_ref
         access = credentials.variables(service.source.scheme, secret)
-        container["env"] = _variables(*container["env"], *access)
+        container["env"] = variables(*container["env"], *access)
     return container
 
 
@@ -117,15 +119,15 @@ def _common(
         "name": name,
         "image": runtime.image or settings.runtime_image(runtime.device),
         "command": ["skiff"],
-        "env": _variables(home, *runtime.env, *endpoint),
+        "env": variables(home, *runtime.env, *endpoint),
         "volumeMounts": mounts,
         "securityContext": _SECURITY,
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
 
 
-def _variables(*entries: dict[str, Any]) -> list[dict[str, Any]]:
-    """Keep the last of variables with the same name: server-side apply refuses duplicate names."""
+def variables(*entries: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the last of variables with the same name: server-side apply refuses duplicate names."""
     return list({entry.get("name"): entry for entry in entries}.values())
 
 
@@ -160,6 +162,16 @@ def _serve_arguments(service: InferenceService) -> list[str]:
         arguments += [contract.FLAG_DTYPE, spec.runtime.dtype]
     if spec.runtime.max_model_len is not None:
         arguments += [contract.FLAG_MAX_MODEL_LEN, str(spec.runtime.max_model_len)]
+    if spec.lora is not None:
+        arguments += [
+            contract.FLAG_ENABLE_LORA,
+            *(contract.FLAG_MAX_LORAS, str(spec.lora.max_loras)),
+            *(contract.FLAG_MAX_LORA_RANK, str(spec.lora.max_lora_rank)),
+        ]
+        if spec.lora.max_cpu_loras is not None:
+            arguments += [contract.FLAG_MAX_CPU_LORAS, str(spec.lora.max_cpu_loras)]
+        if volumes.needs_adapters(service):
+            arguments += [contract.FLAG_LORA_DOWNLOAD_DIR, volumes.ADAPTERS_DIRECTORY]
     if spec.api_keys_secret_ref is not None:
         arguments += [contract.FLAG_API_KEY_FILE, volumes.API_KEYS_FILE]
     return [*arguments, *spec.runtime.args]

@@ -30,7 +30,9 @@ def build(service: InferenceService, settings: Settings) -> dict[str, Any]:
     sources = default if policy.sources is None else policy.sources
     port = {"port": contract.API_PORT_NAME, "protocol": "TCP"}
     downloads = (
-        [{"ports": [_tcp(port) for port in _download_ports(service)]}] if service.source.is_fetched else []
+        [{"ports": [_tcp(port) for port in _download_ports(service)]}]
+        if service.source.is_fetched or service.spec.lora is not None
+        else []
     )
     return child(
         NETWORK_POLICY,

@@ -71,7 +71,7 @@ def _pod_spec(service: InferenceService, settings: Settings) -> dict[str, Any]:
         "automountServiceAccountToken": False,
         # Otherwise a Service named skiff-x in the namespace would set environment variables that look like options.
         "enableServiceLinks": False,
-        "securityContext": _security(),
+        "securityContext": security(),
         "terminationGracePeriodSeconds": grace_seconds(service),
         "containers": [
             containers.runtime(service, settings, [volume.mount() for volume in (*mounted, *kernels)])
@@ -86,7 +86,7 @@ def _pod_spec(service: InferenceService, settings: Settings) -> dict[str, Any]:
     if settings.default_image_pull_secrets:
         spec["imagePullSecrets"] = [{"name": name} for name in settings.default_image_pull_secrets]
     if volumes.needs_claim(service):
-        spec["affinity"] = _same_node(service)
+        spec["affinity"] = same_node(service)
     if service.spec.node_selector:
         spec["nodeSelector"] = service.spec.node_selector
     if service.spec.tolerations:
@@ -94,7 +94,8 @@ def _pod_spec(service: InferenceService, settings: Settings) -> dict[str, Any]:
     return spec
 
 
-def _security() -> dict[str, Any]:
+def security() -> dict[str, Any]:
+    """Return the security settings of the pod that the restricted Pod Security level demands."""
     return {
         "runAsNonRoot": True,
         "runAsUser": USER_ID,
@@ -105,7 +106,7 @@ def _security() -> dict[str, Any]:
     }
 
 
-def _same_node(service: InferenceService) -> dict[str, Any]:
+def same_node(service: InferenceService) -> dict[str, Any]:
     """Return a pod affinity: a ReadWriteOnce volume is attached to one node, and a pod elsewhere would never start."""
     term = {"labelSelector": {"matchLabels": selector(service)}, "topologyKey": "kubernetes.io/hostname"}
     return {"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}

@@ -7,11 +7,16 @@ from skiff_operator.spec import InferenceService
 
 MODEL_DIRECTORY: Final = "/model"
 CACHE_DIRECTORY: Final = "/cache"
+ADAPTERS_DIRECTORY: Final = "/adapters"
 SCRATCH_DIRECTORY: Final = "/tmp"  # a path inside the pod, on its own volume
 API_KEYS_DIRECTORY: Final = "/etc/skiff/api-keys"
 API_KEYS_FILE: Final = f"{API_KEYS_DIRECTORY}/keys"
 SCRATCH_LIMIT: Final = "10Gi"
 """Limit of `/tmp`: a pod that exceeds it is evicted before it fills the node's disk. Compiled kernels take less."""
+
+
+ADAPTERS_LIMIT: Final = "20Gi"
+"""Limit of the adapters of a pod that has its model from a ModelCache."""
 
 
 class Volume(NamedTuple):
@@ -60,7 +65,13 @@ def build(service: InferenceService) -> list[Volume]:
         host = {"hostPath": {"path": source.location, "type": "Directory"}}
         volumes.append(Volume("model", host, MODEL_DIRECTORY, read_only=True))
     elif source.is_fetched:
-        volumes.append(Volume("cache", _cache_source(service), CACHE_DIRECTORY, read_only=True))
+        # Adapters are downloaded by the server, when it runs.
+        writable = service.spec.lora is not None and not service.mounted_cache.name
+        volumes.append(Volume("cache", _cache_source(service), CACHE_DIRECTORY, read_only=not writable))
+    if needs_adapters(service):
+        volumes.append(
+            Volume("adapters", {"emptyDir": {"sizeLimit": ADAPTERS_LIMIT}}, ADAPTERS_DIRECTORY, serving=True)
+        )
     keys = service.spec.api_keys_secret_ref
     if keys is not None:
         # A mount without subPath: the kubelet keeps it up to date.
@@ -87,6 +98,11 @@ def download_directory(service: InferenceService) -> str:
 def needs_claim(service: InferenceService) -> bool:
     """Return whether the operator must create the cache's claim."""
     return service.source.is_fetched and service.spec.cache.size is not None
+
+
+def needs_adapters(service: InferenceService) -> bool:
+    """Return whether each pod downloads adapters into a volume of its own: what a ModelCache keeps is read-only."""
+    return service.spec.lora is not None and bool(service.mounted_cache.name)
 
 
 def downloads_to_node(service: InferenceService) -> bool:

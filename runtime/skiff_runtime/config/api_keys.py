@@ -12,6 +12,7 @@ from skiff_runtime.errors import ConfigError
 MAX_API_KEYS: Final = 256
 MAX_FILE_BYTES: Final = 1 << 20
 _KEY: Final = re.compile(r"[\x21-\x7e]{1,512}")
+_DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 _NAMED: Final = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9_.-]{0,62}):\s+(?P<key>\S.*)")
 
 
@@ -26,6 +27,17 @@ def check_api_keys(keys: tuple[str, ...], source: str) -> None:
         if not _KEY.fullmatch(key):
             raise ConfigError(
                 f"{source}: key {number} must have 1 to 512 printable ASCII characters and no space"
+            )
+
+
+def check_key_digests(digests: tuple[str, ...], source: str) -> None:
+    """Raise ConfigError unless every digest is a SHA-256 digest in lower-case hexadecimal digits."""
+    if len(digests) > MAX_API_KEYS:
+        raise ConfigError(f"{source} has {len(digests)} digests; give at most {MAX_API_KEYS}")
+    for number, digest in enumerate(digests, 1):
+        if not _DIGEST.fullmatch(digest):
+            raise ConfigError(
+                f"{source}: digest {number} must be the SHA-256 digest of a key, 64 hexadecimal digits in lower case"
             )
 
 
@@ -63,12 +75,14 @@ def _parse_line(line: str) -> tuple[str, str]:
 class KeyRing:
     """SHA-256 digests of the keys that are accepted for one purpose."""
 
-    def __init__(self, keys: Iterable[str]) -> None:
-        self._digests = [hash_key(key.encode()) for key in keys]
+    def __init__(self, keys: Iterable[str], digests: Iterable[str] = ()) -> None:
+        """``digests``: in hexadecimal, of further keys, which are accepted for ever."""
+        self._fixed = [bytes.fromhex(digest) for digest in digests]
+        self.replace(keys)
 
     def replace(self, keys: Iterable[str]) -> None:
-        """Accept these keys from now on, and no others."""
-        self._digests = [hash_key(key.encode()) for key in keys]
+        """Accept these keys from now on, those of the fixed digests, and no others."""
+        self._digests = [*self._fixed, *(hash_key(key.encode()) for key in keys)]
 
     def __bool__(self) -> bool:
         return bool(self._digests)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 from skiff_runtime.config.adapters import MAX_ADAPTERS, parse_adapters
-from skiff_runtime.config.api_keys import check_api_keys
+from skiff_runtime.config.api_keys import check_api_keys, check_key_digests
 from skiff_runtime.config.kv_events import KVEventsConfig
 from skiff_runtime.contract import API_PORT
 from skiff_runtime.errors import ConfigError
@@ -147,6 +147,11 @@ class Config:
         None,
         "Server",
         "file of such keys, one per line as KEY or NAME: KEY; # begins a comment. Read again when it changes",
+    )
+    admin_api_key_sha256: tuple[str, ...] = option(
+        (),
+        "Server",
+        "SHA-256 digest of such a key, as 64 hexadecimal digits: the server knows a key only while it is sent; may be repeated",
     )
     allow_priority: bool = option(
         False, "Server", "allow requests a priority below 0, which runs them before the requests of others"
@@ -415,6 +420,7 @@ class Config:
             )
         check_api_keys(self.api_key, "--api-key")
         check_api_keys(self.admin_api_key, "--admin-api-key")
+        check_key_digests(self.admin_api_key_sha256, "--admin-api-key-sha256")
         if self.isolate_keys and not self.requires_key:
             raise ConfigError(
                 "--isolate-keys needs API keys to distinguish clients: add --api-key or --api-key-file"

@@ -33,6 +33,8 @@ _OTHER_FIELDS: Final = (
     "download_dir",
     "served_model_name",
     "kernel_cache_dir",
+    "lora",
+    "lora_download_dir",
     "disable_deferred_graph_capture",
     "disable_memory_profile_cache",
 )

@@ -1,5 +1,6 @@
 """Admin keys, cache namespaces of keys and salts, permission for priorities, and the Host header check."""
 
+import hashlib
 import socket
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -43,6 +44,33 @@ def exposed(model: Path) -> Iterator[Frontend]:
 def pool() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(4) as pool:
         yield pool
+
+
+def test_a_key_is_known_by_its_digest_alone(tmp_path: Path) -> None:
+    digest = hashlib.sha256(ADMIN.encode()).hexdigest()
+    file = tmp_path / "keys"
+    file.write_text(THEIRS)
+    config = Config(
+        model="demo://", host="0.0.0.0", admin_api_key_sha256=(digest,), admin_api_key_file=str(file)
+    )
+    policy = AccessPolicy.from_config(config)
+
+    def admin(key: str) -> bool:
+        headers = [(b"authorization", f"Bearer {key}".encode())]
+        return policy.authorize(
+            {"type": "http", "path": "/abort", "method": "POST", "headers": headers}
+        ).admin
+
+    assert admin(ADMIN)
+    assert admin(THEIRS), "the file counts beside it"
+    assert not admin(MINE)
+    policy.admin_keys.replace([MINE])
+    assert admin(ADMIN), "a changed file does not end it"
+    assert admin(MINE)
+    assert not admin(THEIRS)
+    for wrong in (digest[:-1], digest.upper(), ADMIN):
+        with pytest.raises(ConfigError, match="--admin-api-key-sha256: digest 1"):
+            Config(model="demo://", admin_api_key_sha256=(wrong,))
 
 
 def post(

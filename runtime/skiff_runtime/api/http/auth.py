@@ -50,7 +50,7 @@ class Principal:
         if not self.admin:
             raise Forbidden(
                 "this acts on the requests of others: send an admin key as 'Authorization: Bearer KEY' "
-                "(set with --admin-api-key or --admin-api-key-file; without admin keys it is allowed on loopback only)"
+                "(set with --admin-api-key, --admin-api-key-file or --admin-api-key-sha256; without admin keys it is allowed on loopback only)"
             )
 
     def require_priority(self, priority: int, *, allowed: bool) -> None:
@@ -116,7 +116,10 @@ class AccessPolicy:
         loopback = is_loopback(config.host)
         keys, key_file = _load(config.api_key_file, "--api-key-file", config.api_key)
         admin_keys, admin_key_file = _load(
-            config.admin_api_key_file, "--admin-api-key-file", config.admin_api_key
+            config.admin_api_key_file,
+            "--admin-api-key-file",
+            config.admin_api_key,
+            digests=config.admin_api_key_sha256,
         )
         return cls(
             keys=keys,
@@ -163,11 +166,13 @@ class AccessPolicy:
         return digest
 
 
-def _load(path: str | None, flag: str, given: tuple[str, ...]) -> tuple[KeyRing, KeyFile | None]:
-    """Return the ring of the given keys, filled up from the file at ``path`` if there is one."""
+def _load(
+    path: str | None, flag: str, given: tuple[str, ...], *, digests: tuple[str, ...] = ()
+) -> tuple[KeyRing, KeyFile | None]:
+    """Return the ring of the given keys and of the keys with these digests, filled up from the file at ``path`` if there is one."""
     if path is None:
-        return KeyRing(given), None
-    file = KeyFile(path, flag, given=given)
+        return KeyRing(given, digests), None
+    file = KeyFile(path, flag, given=given, digests=digests)
     return file.ring, file
 
 

@@ -15,8 +15,10 @@ class KeyFile:
     every client out.
     """
 
-    def __init__(self, path: str, flag: str, *, given: tuple[str, ...]) -> None:
-        """Read the file for the first time. ``given``: keys that do not come from the file.
+    def __init__(
+        self, path: str, flag: str, *, given: tuple[str, ...], digests: tuple[str, ...] = ()
+    ) -> None:
+        """Read the file for the first time. ``given``: keys that do not come from the file; ``digests``: of such keys.
 
         Raises:
             ConfigError: the file cannot be read, contains no key, or contains a malformed one.
@@ -24,7 +26,7 @@ class KeyFile:
         self.flag = flag
         self._given = given
         self._file = ReloadedFile(path, flag, read_api_keys)
-        self.ring = KeyRing((*given, *self._file.value))
+        self.ring = KeyRing((*given, *self._file.value), digests)
         self._names = _names_by_digest(self._file.value)
 
     @property

@@ -1,0 +1,1 @@
+"""LoRA adapters: those of InferenceServices and LoRAAdapters, loaded into and unloaded from running pods."""

@@ -1,0 +1,104 @@
+"""The fetcher of a LoRAAdapter with credentials: a pod that downloads the adapter into the claim that the serving pods share.
+
+Serving pods have no credentials, and get none by a change of adapters, because that would change their template. The finished
+pod stays as the record of the download until its LoRAAdapter is deleted; if it is lost, another one finds the files complete.
+"""
+
+from typing import Any
+
+from skiff_operator import model_uri, workload
+from skiff_operator.kinds import LORA_ADAPTER, POD
+from skiff_operator.lora.spec import LoRAAdapter
+from skiff_operator.resources import containers, credentials, pod, volumes
+from skiff_operator.resources.metadata import FIELD_MANAGER, digest
+from skiff_operator.settings import Settings
+from skiff_operator.spec import InferenceService
+from skiff_operator.status import Problem
+from skiff_runtime import contract
+
+_NAME_CHARACTERS = 40
+
+
+def name(adapter: LoRAAdapter) -> str:
+    """Return the name of the pod: another one for other files or credentials."""
+    identity = digest([adapter.uid, adapter.spec.uri, adapter.spec.credentials_secret_ref])
+    return f"lora-{adapter.name[:_NAME_CHARACTERS].rstrip('-.')}-{identity[:10]}"
+
+
+def has_place(service: InferenceService) -> bool:
+    """Return whether the pods of a service share a claim to which a fetcher may write."""
+    cache = service.spec.cache
+    return not service.mounted_cache.name and (cache.claim_name is not None or cache.size is not None)
+
+
+def build(service: InferenceService, adapter: LoRAAdapter, settings: Settings) -> dict[str, Any]:
+    """Build the pod. It has the account, the nodes and the image of the serving pods, and not their labels."""
+    mounted = [each for each in volumes.build(service) if not each.serving]
+    scheme = model_uri.parse(adapter.spec.uri, field="uri").scheme
+    container = containers.fetch(service, settings, [each.mount(writable=True) for each in mounted])
+    container["args"] = [
+        contract.COMMAND_FETCH,
+        *(contract.FLAG_MODEL, adapter.spec.uri),
+        *(contract.FLAG_DOWNLOAD_DIR, volumes.download_directory(service)),
+    ]
+    access = credentials.variables(scheme, adapter.spec.credentials_secret_ref)
+    endpoint = (
+        credentials.endpoint(scheme, service.spec.model.endpoint) if scheme == service.source.scheme else []
+    )
+    container["env"] = containers.variables(
+        {"name": "HOME", "value": volumes.SCRATCH_DIRECTORY}, *service.spec.runtime.env, *endpoint, *access
+    )
+    spec: dict[str, Any] = {
+        "serviceAccountName": service.name,
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "restartPolicy": "OnFailure",
+        "securityContext": pod.security(),
+        "containers": [container],
+        "volumes": [each.volume() for each in mounted],
+        "nodeSelector": service.spec.node_selector,
+        "tolerations": list(service.spec.tolerations),
+        "imagePullSecrets": [{"name": each} for each in settings.default_image_pull_secrets],
+    }
+    if volumes.needs_claim(service):
+        spec["affinity"] = pod.same_node(service)
+    return {
+        "apiVersion": POD.api_version,
+        "kind": POD.name,
+        "metadata": {
+            "name": name(adapter),
+            "namespace": adapter.namespace,
+            "labels": {
+                contract.LABEL_NAME: "skiff-fetcher",
+                contract.LABEL_INSTANCE: adapter.name,
+                contract.LABEL_MANAGED_BY: FIELD_MANAGER,
+            },
+            "ownerReferences": [
+                {
+                    "apiVersion": LORA_ADAPTER.api_version,
+                    "kind": LORA_ADAPTER.name,
+                    "name": adapter.name,
+                    "uid": adapter.uid,
+                    "controller": True,
+                }
+            ],
+        },
+        "spec": spec,
+    }
+
+
+def is_own(live: dict[str, Any], adapter: LoRAAdapter) -> bool:
+    """Return whether a pod is the fetcher of an adapter, and not one that somebody else made under its name."""
+    owners = live["metadata"].get("ownerReferences") or []
+    return any(owner.get("controller") and owner["uid"] == adapter.uid for owner in owners)
+
+
+def progress(live: dict[str, Any]) -> Problem | None:
+    """Return what a download waits for; None when it is complete."""
+    if (live.get("status") or {}).get("phase") == "Succeeded":
+        return None
+    state = workload.read_pod(live, gpu_resource="")
+    pod_name = live["metadata"]["name"]
+    if state.trouble:
+        return Problem("FetchFailed", f"pod {pod_name}: {state.trouble}: {state.message}")
+    return Problem("Fetching", f"pod {pod_name} downloads it")
