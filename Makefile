@@ -22,11 +22,11 @@ GPU_PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 GPU_SUITES := tests/gpu tests/runtime/kernels \
 	$(addprefix tests/runtime/models/test_,fp8_checkpoints.py weight_loader.py gguf_checkpoint.py) tests/runtime/checkpoint \
 	$(addprefix tests/runtime/engine/test_,$(addsuffix .py,sampler logits_processors grammar_masks greedy logits_indices logprobs pooling \
-	nan_logits batch_invariance engine)) \
-	$(addprefix tests/runtime/serve/test_,sampling_parameters.py structured_outputs.py abort_and_flush.py)
+	nan_logits batch_invariance engine lora)) \
+	$(addprefix tests/runtime/serve/test_,sampling_parameters.py structured_outputs.py abort_and_flush.py lora.py)
 TP_SUITES := $(addprefix tests/gpu/test_,tensor_parallel.py all_reduce.py sharded_sampling.py request_parameters.py soak.py rank_faults.py \
 	rank_start_faults.py) \
-	tests/runtime/engine/test_parity_transformers.py tests/runtime/offline/test_llm_endings.py tests/runtime/offline/test_embeddings.py
+	tests/runtime/engine/test_parity_transformers.py tests/runtime/engine/test_lora.py tests/runtime/serve/test_lora.py tests/runtime/offline/test_llm_endings.py tests/runtime/offline/test_embeddings.py
 TRAFFIC_REQUESTS ?= 100000
 TRAFFIC_RATE ?= 40
 TRAFFIC_REPORTS ?= dist/traffic

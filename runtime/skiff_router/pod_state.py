@@ -175,9 +175,9 @@ class PodState:
         self.token_seconds = load.prefill_token_seconds
         # Accepted by the pod's API process, and not by its scheduler when that last reported.
         arriving = max(0, load.requests - load.waiting - load.running)
-        arriving_tokens = load.arriving_tokens
-        if arriving_tokens is None:
-            arriving_tokens = arriving * self._mean_tokens
+        arriving_tokens: float = arriving * self._mean_tokens
+        if load.arriving_tokens is not None:
+            arriving_tokens = load.arriving_tokens
         tokens = load.queued_tokens + load.prefill_tokens + arriving_tokens
         self.reported_tokens = tokens
         steps = tokens / max(1, load.max_step_tokens) + RUNNING_WEIGHT * load.running

@@ -19,7 +19,7 @@ from skiff_runtime.errors import ConfigError
 MAX_TENSOR_PARALLEL: Final = 64
 MAX_PAGE_SIZE: Final = 1024
 MAX_LORAS: Final = 512
-MAX_LORA_RANK: Final = 512
+MAX_LORA_RANK: Final = 128
 AUTO: Final = "auto"
 
 Device = Literal["auto", "cpu", "cuda"]

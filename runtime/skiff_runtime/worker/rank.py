@@ -15,7 +15,7 @@ from skiff_runtime.attention.selector import import_ahead
 from skiff_runtime.config import Config
 from skiff_runtime.distributed.tensor_parallel import TensorParallelGroup
 from skiff_runtime.engine.engine import Engine
-from skiff_runtime.errors import ConfigError, SkiffError
+from skiff_runtime.errors import SkiffError
 from skiff_runtime.kernels import kernel_cache
 from skiff_runtime.messages import (
     AdapterRead,
@@ -34,7 +34,7 @@ from skiff_runtime.messages.transport import Endpoints, Receiver, Sender
 from skiff_runtime.processes.child_process import Child
 from skiff_runtime.scheduler.channel import Channel, SchedulerInput
 from skiff_runtime.scheduler.scheduler import Scheduler
-from skiff_runtime.worker.adapter_reader import AdapterReader, AdapterRegistry
+from skiff_runtime.worker.adapter_reader import AdapterReader
 from skiff_runtime.worker.grammar_gate import GrammarGate, LoadGrammar
 from skiff_runtime.worker.step_profiler import StepProfiler
 from skiff_runtime.worker.step_watchdog import StepWatchdog
@@ -181,19 +181,13 @@ def run(child: Child) -> None:
     )
     gc.freeze()  # else each garbage collection of the memory profile would scan torch's objects, for 0.1 s
     engine = Engine(config, model, group, on_phase=child.report_phase)
-    adapters = _make_adapter_reader(engine) if config.enable_lora else None
+    adapters = AdapterReader(engine) if config.enable_lora else None
     engine.warmup(defer_captures=not config.disable_deferred_graph_capture)
     _serve(child, engine, connect(engine, profiler, adapters), profiler, adapters)
     if adapters is not None:
         adapters.close()
     engine.close()
     group.close()
-
-
-def _make_adapter_reader(engine: object) -> AdapterReader:
-    if not isinstance(engine, AdapterRegistry):
-        raise ConfigError("--enable-lora: this engine has no LoRA adapters; omit the option")
-    return AdapterReader(engine)
 
 
 def _collective_timeout(config: Config) -> float:

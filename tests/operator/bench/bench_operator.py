@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 ResultOfSize = TypeVar("ResultOfSize", bound="DataclassInstance")
-CRD = HERE.parents[3] / "manifests/crds/inferenceservices.yaml"
+CRDS = sorted((HERE.parents[3] / "manifests/crds").glob("*.yaml"))
 MANIFESTS = HERE.parents[3] / "manifests/operator"
 NAMESPACE = "bench"
 STEADY_RATE = 16.0
@@ -178,7 +178,8 @@ def measure(size: int, scratch: Path) -> Result:
     try:
         plane.daemons["kube-controller-manager"].stop()
         server = ApiServer(plane.kubeconfig, NAMESPACE)
-        server.install(CRD)
+        for definition in CRDS:
+            server.install(definition)
         server.create_namespace()
         kubeconfig = install(server, plane.kubeconfig).kubeconfig(scratch / f"operator-{size}.kubeconfig")
         with OperatorProcess(kubeconfig, scratch / f"operator-{size}.log") as operator:

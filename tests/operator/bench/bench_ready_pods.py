@@ -18,7 +18,7 @@ sys.path[:0] = [str(HERE.parents[2] / folder) for folder in ("support", "cluster
 
 import bench_operator  # noqa: E402
 from apiserver import ApiServer  # noqa: E402
-from bench_operator import CRD, NAMESPACE, cpu_seconds, settle  # noqa: E402
+from bench_operator import CRDS, NAMESPACE, cpu_seconds, settle  # noqa: E402
 from controlplane import ControlPlane  # noqa: E402
 from creation_load import create_all  # noqa: E402
 from fake_nodes import MANAGER_FLAGS, FakeNodes  # noqa: E402
@@ -50,7 +50,8 @@ def measure(size: int, scratch: Path) -> Result:
     plane.start()
     try:
         server = ApiServer(plane.kubeconfig, NAMESPACE)
-        server.install(CRD)
+        for definition in CRDS:
+            server.install(definition)
         server.create_namespace()
         kubeconfig = bench_operator.install(server, plane.kubeconfig).kubeconfig(
             scratch / f"operator-{size}.kubeconfig"

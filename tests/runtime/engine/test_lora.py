@@ -8,6 +8,7 @@ from typing import Any, Final
 import numpy as np
 import pytest
 import torch
+from gpus import needs_gpus
 from lora_models import ALL, ATTENTION, load_adapted, make_adapter, merge
 from rank_processes import on_ranks, single_rank
 from scheduler_bench import generate
@@ -114,6 +115,7 @@ def test_greedy_tokens_equal_merged_weights(families: dict[str, Family], name: s
         assert output == oracle_choices(merged, [prompt_of(request)], output)
 
 
+@needs_gpus(2)
 @pytest.mark.parametrize("name", ("llama", "qwen3_moe"))
 def test_two_ranks_generate_the_same_tokens(families: dict[str, Family], name: str, tmp_path: Path) -> None:
     family = families[name]
@@ -161,11 +163,14 @@ def test_rows_of_the_base_are_those_of_a_service_without_lora(families: dict[str
         assert with_lora.replies[request.uid].logprobs == without.replies[request.uid].logprobs
 
 
-@pytest.mark.parametrize("tp_size", (1, 2))
-def test_adapters_of_a_model_in_fp8_move_log_probabilities_as_in_float32(
+@pytest.mark.parametrize("tp_size", (1, pytest.param(2, marks=needs_gpus(2))))
+def test_log_probabilities_in_fp8_are_nearest_to_those_of_the_adapter(
     families: dict[str, Family], tp_size: int, tmp_path: Path
 ) -> None:
-    """Those of FP8 are nearest to those of the request's own reference; a row of the base has its own as without LoRA."""
+    """An error of FP8 is below half of the distance to any other adapter; a row of the base is as without LoRA.
+
+    The fourth adapter, of one layer, changes less than FP8 does and is left out.
+    """
     family = families["llama"]
     requests = family.requests((0, 1, 2, 3, 1), logprobs=1)
     settings = {"quantization": "fp8", **SETTINGS}
@@ -182,7 +187,7 @@ def test_adapters_of_a_model_in_fp8_move_log_probabilities_as_in_float32(
         reply, prompt = with_lora.replies[request.uid], [prompt_of(request)]
         tokens, values = reply.tokens, torch.tensor([value for _, value, _, _ in reply.logprobs])
         errors = []
-        for reference in family.references[:4]:  # the last adapter changes less than FP8 does
+        for reference in family.references[:4]:
             [logits] = oracle_logits(reference, prompt, [tokens])
             known = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
             errors.append(float((known - values).abs().mean()))

@@ -4,11 +4,12 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import lora_models
 import pytest
+from gpus import needs_gpus
 from service import Service, running_service, wait_until
 from tiny_models import greedy_tokens, load_reference, make_model
 
-lora_models = pytest.importorskip("lora_models", reason="adapters are made by peft")
 PROMPT = [5, 17, 30, 9, 44, 12, 3]
 COUNT = 8
 NAMES = ("first", "second", "third", "fourth")
@@ -38,7 +39,10 @@ def expected(files: Path) -> dict[str, list[int]]:
     return tokens
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(1, id="one rank"), pytest.param(2, id="two ranks", marks=needs_gpus(2))],
+)
 def service(files: Path, request: pytest.FixtureRequest) -> Iterator[Service]:
     flags = ["--max-loras", "2", "--max-cpu-loras", "2", "--max-lora-rank", "8", "--dtype", "float32"]
     flags += ["--lora", f"first={files / 'first'}", "--lora", f"large={files / 'large'}"]
