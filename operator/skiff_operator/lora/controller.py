@@ -114,7 +114,7 @@ class LoRAController:
         """Make passes for ever."""
         loop = asyncio.get_running_loop()
         while True:
-            for key in {*self._cache.lora, *self._index.services()}:
+            for key in sorted({*self._cache.lora, *self._index.services()}):
                 self._services.setdefault(key, _Service())
             now = loop.time()
             for key, service in list(self._services.items()):
