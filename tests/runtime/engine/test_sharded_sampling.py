@@ -133,7 +133,9 @@ class GivenLogits:
     def empty_logits(self, rows: int) -> torch.Tensor:
         return torch.full((rows, self._logits.shape[1]), torch.nan, device=self.device)
 
-    def forward(self, inputs: StepInputs, attention: AttentionBatch) -> int:
+    def forward(
+        self, inputs: StepInputs, attention: AttentionBatch, lora_slots: torch.Tensor | None = None
+    ) -> int:
         """Return the number of rows."""
         return len(inputs.seq_lens)
 

@@ -1,36 +1,48 @@
 """`skiff fetch` of a LoRA adapter, and the directory in which a server finds it."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
-import pytest
 from fake_hub import running_hub
 
-from skiff_runtime.__main__ import main
+URI = "hf://acme/sql"
+LOCATE = """
+import json, sys
 from skiff_runtime.config import Config
 from skiff_runtime.processes.adapter_files import locate_start_adapters
+cache, uri = sys.argv[1:]
+# Models may lie elsewhere, where the server cannot write.
+elsewhere = Config(model="demo://", lora=(f"sql={uri}",), download_dir="/model", lora_download_dir=cache)
+beside = Config(model="demo://", lora=(f"sql={uri}",), download_dir=cache)
+print(json.dumps([[each.name, each.uri, each.path] for one in (elsewhere, beside) for each in locate_start_adapters(one)]))
+"""
 
-URI = "hf://acme/sql"
+
+def run(hub: str, *words: str) -> str:
+    """Run Python in a process of its own, since the hub's client reads its environment once; return its last line."""
+    done = subprocess.run(
+        [sys.executable, *words],
+        env={**os.environ, "HF_ENDPOINT": hub},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip().splitlines()[-1]
 
 
-def test_an_adapter_is_fetched_and_found_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_adapter_is_fetched_and_found_there(tmp_path: Path) -> None:
     folder = tmp_path / "hub" / "acme" / "sql"
     folder.mkdir(parents=True)
     (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 8}))
     (folder / "adapter_model.safetensors").write_bytes(b"\0" * 5_000)
-    cache = tmp_path / "cache"
+    cache = str(tmp_path / "cache")
     with running_hub(tmp_path / "hub") as hub:
-        monkeypatch.setenv("HF_ENDPOINT", hub.url)
-        assert main(["fetch", "--model", URI, "--download-dir", str(cache)]) == 0
-    path = Path(capsys.readouterr().out.strip().splitlines()[-1])
-    assert {each.name for each in path.iterdir()} >= {"adapter_config.json", "adapter_model.safetensors"}
-    # Models may lie elsewhere, where the server cannot write.
-    config = Config(
-        model="demo://", lora=(f"sql={URI}",), download_dir="/model", lora_download_dir=str(cache)
-    )
-    (found,) = locate_start_adapters(config)
-    assert (found.name, found.uri, found.path) == ("sql", URI, str(path))
-    (beside,) = locate_start_adapters(Config(model="demo://", lora=(f"sql={URI}",), download_dir=str(cache)))
-    assert beside.path == str(path)
+        path = run(hub.url, "-m", "skiff_runtime", "fetch", "--model", URI, "--download-dir", cache)
+        found = json.loads(run(hub.url, "-c", LOCATE, cache, URI))
+    files = {each.name for each in Path(path).iterdir()}
+    assert files >= {"adapter_config.json", "adapter_model.safetensors"}
+    assert found == [["sql", URI, path]] * 2
