@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-SPREAD: Final = 0.05
+SPREAD: Final = 0.1
 """Standard deviation of both matrices: with the scale below, greedy answers differ from the model's after a few tokens."""
 SCALE: Final = 4
 
