@@ -21,8 +21,6 @@ ANNOTATION_PROMOTED_REVISION: Final = f"{contract.API_GROUP}/promoted-revision"
 """Request of `skiff rollout promote` on the InferenceService: the revision that is no canary any more."""
 
 MAX_SPEC_ADAPTERS: Final = 64
-_MAX_LORAS: Final = 512
-"""Of the runtime, for adapters in GPU memory and for their rank."""
 _REQUEST_CHARACTERS: Final = 64
 """More of such an annotation does not count, and is not copied to pods."""
 _ENDPOINT: Final = re.compile(r"https?://[A-Za-z0-9.\[\]:_-]+(/[^\s?#@]*)?")
@@ -500,9 +498,12 @@ def _check(spec: Spec) -> None:
 
 
 def _check_lora(lora: Lora) -> None:
-    for name, value in (("maxLoras", lora.max_loras), ("maxLoraRank", lora.max_lora_rank)):
-        if not 1 <= value <= _MAX_LORAS:
-            raise InvalidSpec(f"spec.lora.{name}: must be 1 to {_MAX_LORAS}")
+    for name, value, limit in (
+        ("maxLoras", lora.max_loras, contract.MAX_LORAS),
+        ("maxLoraRank", lora.max_lora_rank, contract.MAX_LORA_RANK),
+    ):
+        if not 1 <= value <= limit:
+            raise InvalidSpec(f"spec.lora.{name}: must be 1 to {limit}")
     if lora.max_cpu_loras is not None and lora.max_cpu_loras < lora.max_loras:
         raise InvalidSpec(
             f"spec.lora.maxCpuLoras: {lora.max_cpu_loras} is less than maxLoras, {lora.max_loras}, whose adapters are in host "

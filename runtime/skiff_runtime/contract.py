@@ -90,6 +90,9 @@ FLAG_MAX_LORAS: Final = "--max-loras"
 FLAG_MAX_LORA_RANK: Final = "--max-lora-rank"
 FLAG_MAX_CPU_LORAS: Final = "--max-cpu-loras"
 FLAG_LORA_DOWNLOAD_DIR: Final = "--lora-download-dir"
+MAX_LORAS: Final = 512
+MAX_LORA_RANK: Final = 128
+"""Upper bounds of the two flags; the kernels support no higher rank."""
 
 ENV_LORA: Final = "SKIFF_LORA"
 """The values of `--lora`, separated by commas."""

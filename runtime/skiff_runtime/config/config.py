@@ -13,13 +13,11 @@ from typing import Any, Final, Literal
 from skiff_runtime.config.adapters import MAX_ADAPTERS, parse_adapters
 from skiff_runtime.config.api_keys import check_api_keys, check_key_digests
 from skiff_runtime.config.kv_events import KVEventsConfig
-from skiff_runtime.contract import API_PORT
+from skiff_runtime.contract import API_PORT, MAX_LORA_RANK, MAX_LORAS
 from skiff_runtime.errors import ConfigError
 
 MAX_TENSOR_PARALLEL: Final = 64
 MAX_PAGE_SIZE: Final = 1024
-MAX_LORAS: Final = 512
-MAX_LORA_RANK: Final = 128
 AUTO: Final = "auto"
 
 Device = Literal["auto", "cpu", "cuda"]

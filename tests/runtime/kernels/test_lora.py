@@ -8,6 +8,7 @@ import pytest
 import torch
 from kernel_device import DEVICE, HALF, TOLERANCE, combine, error, noise
 
+from skiff_runtime.contract import MAX_LORA_RANK
 from skiff_runtime.kernels.lora import (
     MAX_CALL_IDS,
     NO_SLOT,
@@ -222,7 +223,7 @@ def test_call_ids_differ_and_end() -> None:
         workspace.new_call_id()
 
 
-@pytest.mark.parametrize("max_rank", [0, kernel.MAX_RANK + 1])
+@pytest.mark.parametrize("max_rank", [0, MAX_LORA_RANK + 1])
 def test_other_ranks_are_refused(max_rank: int) -> None:
     with pytest.raises(ValueError, match="LoRA ranks"):
         make_workspace(1, max_rank)

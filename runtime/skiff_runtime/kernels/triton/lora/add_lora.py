@@ -21,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
+from skiff_runtime.contract import MAX_LORA_RANK
 from skiff_runtime.kernels.lora import LoraMapping, LoraWeights
 from skiff_runtime.kernels.triton.lora.group_tokens import choose_tile, step_sizes
 from skiff_runtime.kernels.triton.lora.ll_words import (
@@ -41,7 +42,6 @@ from skiff_runtime.kernels.triton.runtime.device_properties import num_sms
 from skiff_runtime.kernels.tuning import LoraTile
 
 MAX_PARTS: Final = 3
-MAX_RANK: Final = 128
 MIN_RANK: Final = 16
 """The fewest columns of A x that the tensor cores multiply; lower ranks are padded."""
 MIN_BLOCK: Final = 16
@@ -441,8 +441,8 @@ def count_words(max_tokens: int, max_loras: int, max_rank: int, device: torch.de
 
 def padded_rank(max_rank: int) -> int:
     """Return the columns of A x in a tile. Raises ``ValueError`` for ranks that the kernel does not support."""
-    if not 1 <= max_rank <= MAX_RANK:
-        raise ValueError(f"the kernels support LoRA ranks of 1 to {MAX_RANK}, not {max_rank}")
+    if not 1 <= max_rank <= MAX_LORA_RANK:
+        raise ValueError(f"the kernels support LoRA ranks of 1 to {MAX_LORA_RANK}, not {max_rank}")
     return max(MIN_RANK, 1 << (max_rank - 1).bit_length())
 
 
