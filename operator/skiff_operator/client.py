@@ -250,13 +250,18 @@ def _yaml(body: dict[str, Any]) -> str:
     A pair of escaped surrogates is one character in JSON and none in YAML, so characters beyond U+FFFF stay.
     """
     text = json.dumps(body, ensure_ascii=False)
-    return _ESCAPED_IN_YAML.sub(lambda match: f"\\u{ord(match.group()):04x}", text)
+    return _ESCAPED_IN_YAML.sub(_escape, text)
 
 
 def _go_json(body: dict[str, Any]) -> str:
     """Encode an object as Go's encoder does: with sorted keys, and with the characters of HTML escaped."""
     text = msgspec.json.encode(body, order="sorted").decode()
-    return _ESCAPED_BY_GO.sub(lambda match: f"\\u{ord(match.group()):04x}", text)
+    return _ESCAPED_BY_GO.sub(_escape, text)
+
+
+def _escape(match: re.Match[str]) -> str:
+    """Return the one character of a match as an escape of JSON."""
+    return f"\\u{ord(match.group()):04x}"
 
 
 def retry_after_seconds(headers: Mapping[str, str]) -> float:

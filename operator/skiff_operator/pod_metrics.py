@@ -75,14 +75,8 @@ class MetricsReader:
     def _pool(self) -> aiohttp.ClientSession:
         """Return the session, made on first use because it belongs to the running event loop."""
         if self._session is None:
-            self._session = aiohttp.ClientSession(
-                timeout=aiohttp.ClientTimeout(
-                    total=None, sock_connect=_PAGE_SECONDS, sock_read=_PAGE_SECONDS
-                ),
-                connector=aiohttp.TCPConnector(limit=self._connections),
-                cookie_jar=aiohttp.DummyCookieJar(),
-                trust_env=False,
-            )
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=_PAGE_SECONDS, sock_read=_PAGE_SECONDS)
+            self._session = pod_session(self._connections, timeout)
         return self._session
 
 
@@ -93,6 +87,16 @@ async def read_metrics(addresses: Sequence[str], reduce: Callable[[str], T | Non
         return await reader.read(addresses, reduce)
     finally:
         await reader.close()
+
+
+def pod_session(connections: int, timeout: aiohttp.ClientTimeout) -> aiohttp.ClientSession:
+    """Return a session of at most `connections` for requests to pods, of the running event loop: no cookies, no proxies."""
+    return aiohttp.ClientSession(
+        timeout=timeout,
+        connector=aiohttp.TCPConnector(limit=connections),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        trust_env=False,
+    )
 
 
 def url_host(address: str) -> str:

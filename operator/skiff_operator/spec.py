@@ -31,25 +31,25 @@ _TARGETS: Final = "concurrency, queuedTokens, kvCacheUtilization and ttftSeconds
 _HINT: Final = "compare it with `kubectl explain inferenceservice.spec`"
 
 
-class _Strict(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
+class Strict(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
     """Base of every part of the spec: immutable, camelCase in JSON, unknown fields refused."""
 
 
-class SecretKey(_Strict, frozen=True):
+class SecretKey(Strict, frozen=True):
     """One key of a Secret in the InferenceService's namespace. The default of `key` depends on the model's scheme."""
 
     name: str
     key: str | None = None
 
 
-class ApiKeys(_Strict, frozen=True):
+class ApiKeys(Strict, frozen=True):
     """The Secret, and its key, that holds the API keys that clients must send."""
 
     name: str
     key: str = "keys"
 
 
-class NetworkPolicy(_Strict, frozen=True):
+class NetworkPolicy(Strict, frozen=True):
     """The connections that the pods may have. Peers and rules are those of Kubernetes' NetworkPolicy.
 
     `sources`: peers that may use the API; None: all pods of the namespace. `metrics_from`: further peers, which scrape.
@@ -61,7 +61,7 @@ class NetworkPolicy(_Strict, frozen=True):
     egress: tuple[dict[str, list[dict[str, Any]]], ...] = ()
 
 
-class EndpointPicker(_Strict, frozen=True):
+class EndpointPicker(Strict, frozen=True):
     """The Service of the endpoint picker that a gateway asks. Default of `name`: that of the InferenceService and `-epp`."""
 
     name: str | None = None
@@ -69,7 +69,7 @@ class EndpointPicker(_Strict, frozen=True):
     failure_mode: Literal["FailOpen", "FailClose"] = "FailClose"
 
 
-class ParentRef(_Strict, frozen=True):
+class ParentRef(Strict, frozen=True):
     """A Gateway, or one of its listeners, to which an HTTPRoute is attached."""
 
     name: str
@@ -78,14 +78,14 @@ class ParentRef(_Strict, frozen=True):
     port: int | None = None
 
 
-class HttpRoute(_Strict, frozen=True):
+class HttpRoute(Strict, frozen=True):
     """The HTTPRoute to an InferencePool. Without `hostnames` it takes the requests of every host."""
 
     parent_refs: tuple[ParentRef, ...]
     hostnames: tuple[str, ...] = ()
 
 
-class InferencePool(_Strict, frozen=True):
+class InferencePool(Strict, frozen=True):
     """The InferencePool with the pods, for gateways with an endpoint picker, and the HTTPRoute to it, if one is wanted."""
 
     enabled: bool = False
@@ -93,13 +93,13 @@ class InferencePool(_Strict, frozen=True):
     http_route: HttpRoute | None = None
 
 
-class Fetch(_Strict, frozen=True):
+class Fetch(Strict, frozen=True):
     """The download of a model's weights. `resources`: of its container."""
 
     resources: dict[str, dict[str, str | int]] = {}
 
 
-class Model(_Strict, frozen=True):
+class Model(Strict, frozen=True):
     """The model. `name` is the model name for clients; default: the name of the InferenceService."""
 
     uri: str
@@ -110,7 +110,7 @@ class Model(_Strict, frozen=True):
     fetch: Fetch = Fetch()
 
 
-class Runtime(_Strict, frozen=True):
+class Runtime(Strict, frozen=True):
     """The start of the serving container. `max_model_len` counts tokens.
 
     `gpu_resource_name`: the extended resource that each rank requests once; default: the operator's.
@@ -125,13 +125,13 @@ class Runtime(_Strict, frozen=True):
     gpu_resource_name: str | None = None
 
 
-class Parallelism(_Strict, frozen=True):
+class Parallelism(Strict, frozen=True):
     """The parallelism of one replica over its accelerators."""
 
     tensor: int = 1
 
 
-class Cache(_Strict, frozen=True):
+class Cache(Strict, frozen=True):
     """The cache of downloaded weights; at most one field is set, none means a ModelCache or an emptyDir per pod.
 
     `prefetch`: the operator makes a ModelCache if there is none with the model.
@@ -143,21 +143,21 @@ class Cache(_Strict, frozen=True):
     prefetch: bool = False
 
 
-class KernelCache(_Strict, frozen=True):
+class KernelCache(Strict, frozen=True):
     """The volume of compiled GPU kernels, which outlive the pod; exactly one field is set."""
 
     claim_name: str | None = None
     host_path: str | None = None
 
 
-class Adapter(_Strict, frozen=True):
+class Adapter(Strict, frozen=True):
     """A LoRA adapter: the name by which clients request it, and the URI of its files."""
 
     name: str
     uri: str
 
 
-class Lora(_Strict, frozen=True):
+class Lora(Strict, frozen=True):
     """The serving of LoRA adapters. `max_loras`: adapters in GPU memory, and so in one batch; `max_cpu_loras`: in host memory."""
 
     max_loras: int = 8
@@ -165,19 +165,19 @@ class Lora(_Strict, frozen=True):
     max_cpu_loras: int | None = None
 
 
-class Startup(_Strict, frozen=True):
+class Startup(Strict, frozen=True):
     """The startup limit of a container, without downloads."""
 
     timeout_seconds: int = 1800
 
 
-class Drain(_Strict, frozen=True):
+class Drain(Strict, frozen=True):
     """The time that a terminating pod has to finish its requests."""
 
     timeout_seconds: int = 60
 
 
-class RolloutAnalysis(_Strict, frozen=True):
+class RolloutAnalysis(Strict, frozen=True):
     """The comparison of a new revision's requests with the old one's, for automatic rollback.
 
     `min_requests`: fewer requests of the new revision prove nothing. The others say how much worse it may be: both a
@@ -195,14 +195,14 @@ class RolloutAnalysis(_Strict, frozen=True):
     observation_seconds: int = 600
 
 
-class CanaryHeader(_Strict, frozen=True):
+class CanaryHeader(Strict, frozen=True):
     """The header by which a client asks for the canary: a name, in any case, and the whole value."""
 
     name: str
     value: str
 
 
-class Canary(_Strict, frozen=True):
+class Canary(Strict, frozen=True):
     """A share of the requests for a new revision before it replaces the old one.
 
     `weight`: percent of the requests, and of the pods. `header`: only requests with it get to the canary, by the router.
@@ -217,7 +217,7 @@ class Canary(_Strict, frozen=True):
     auto_promote: bool = True
 
 
-class RolloutPolicy(_Strict, frozen=True):
+class RolloutPolicy(Strict, frozen=True):
     """The way in which pods of a new revision take the place of older ones; amounts are pods, or percentages of them.
 
     `revision_history_limit`: old revisions that are kept.
@@ -239,7 +239,7 @@ class RolloutPolicy(_Strict, frozen=True):
         return self.auto_rollback or self.canary is not None
 
 
-class AutoscalingTargets(_Strict, frozen=True):
+class AutoscalingTargets(Strict, frozen=True):
     """The load of one pod that autoscaling keeps; each one that is given demands its number of pods, and the largest counts.
 
     `concurrency`: requests that run or wait. `queued_tokens`: prompt tokens of waiting requests.
@@ -261,7 +261,7 @@ class AutoscalingTargets(_Strict, frozen=True):
         }
 
 
-class Autoscaling(_Strict, frozen=True):
+class Autoscaling(Strict, frozen=True):
     """The number of pods by their load. The autoscaler writes `spec.replicas` by the subresource `scale`, as any other does.
 
     `engine`: Builtin is the operator itself; of the others it makes the objects.
@@ -283,7 +283,7 @@ class Autoscaling(_Strict, frozen=True):
         return _SCALE_TO_ZERO_SECONDS if after is None else after
 
 
-class Spec(_Strict, frozen=True):
+class Spec(Strict, frozen=True):
     """The complete `spec`, with defaults filled in: `adapters` imply `lora`."""
 
     model: Model

@@ -9,8 +9,9 @@ from typing import Any
 from skiff_operator import model_uri, workload
 from skiff_operator.kinds import LORA_ADAPTER, POD
 from skiff_operator.lora.spec import LoRAAdapter
+from skiff_operator.ownership import controller_uid
 from skiff_operator.resources import containers, credentials, pod, volumes
-from skiff_operator.resources.metadata import FIELD_MANAGER, digest
+from skiff_operator.resources.metadata import FETCHER, FIELD_MANAGER, digest, owner_reference
 from skiff_operator.settings import Settings
 from skiff_operator.spec import InferenceService
 from skiff_operator.status import Problem
@@ -69,19 +70,11 @@ def build(service: InferenceService, adapter: LoRAAdapter, settings: Settings) -
             "name": name(adapter),
             "namespace": adapter.namespace,
             "labels": {
-                contract.LABEL_NAME: "skiff-fetcher",
+                contract.LABEL_NAME: FETCHER,
                 contract.LABEL_INSTANCE: adapter.name,
                 contract.LABEL_MANAGED_BY: FIELD_MANAGER,
             },
-            "ownerReferences": [
-                {
-                    "apiVersion": LORA_ADAPTER.api_version,
-                    "kind": LORA_ADAPTER.name,
-                    "name": adapter.name,
-                    "uid": adapter.uid,
-                    "controller": True,
-                }
-            ],
+            "ownerReferences": [owner_reference(LORA_ADAPTER, adapter.name, adapter.uid, blocks=False)],
         },
         "spec": spec,
     }
@@ -89,8 +82,7 @@ def build(service: InferenceService, adapter: LoRAAdapter, settings: Settings) -
 
 def is_own(live: dict[str, Any], adapter: LoRAAdapter) -> bool:
     """Return whether a pod is the fetcher of an adapter, and not one that somebody else made under its name."""
-    owners = live["metadata"].get("ownerReferences") or []
-    return any(owner.get("controller") and owner["uid"] == adapter.uid for owner in owners)
+    return controller_uid(live) == adapter.uid
 
 
 def progress(live: dict[str, Any]) -> Problem | None:

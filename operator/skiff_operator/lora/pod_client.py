@@ -9,7 +9,7 @@ import aiohttp
 import msgspec
 
 from skiff_operator.lora.plan import Fault
-from skiff_operator.pod_metrics import url_host
+from skiff_operator.pod_metrics import pod_session, url_host
 from skiff_operator.redact import redact
 from skiff_operator.response_body import read_body
 from skiff_operator.status import ADAPTER_REFUSED
@@ -120,11 +120,7 @@ class PodClient:
 
     def _pool(self) -> aiohttp.ClientSession:
         if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=_CONNECTIONS),
-                cookie_jar=aiohttp.DummyCookieJar(),
-                trust_env=False,
-            )
+            self._session = pod_session(_CONNECTIONS, aiohttp.ClientTimeout(sock_connect=_CONNECT_SECONDS))
         return self._session
 
 

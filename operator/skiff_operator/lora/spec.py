@@ -7,21 +7,17 @@ import msgspec
 from skiff_operator.errors import InvalidSpec
 from skiff_operator.lora import report
 from skiff_operator.lora.report import ObjectStatus
-from skiff_operator.spec import SecretKey
+from skiff_operator.spec import SecretKey, Strict
 from skiff_operator.workqueue import Key
 
 
-class _Strict(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
-    """Base of every part of the spec: immutable, camelCase in JSON, unknown fields refused."""
-
-
-class ModelRef(_Strict, frozen=True):
+class ModelRef(Strict, frozen=True):
     """The InferenceService, in the namespace of the LoRAAdapter."""
 
     name: str
 
 
-class Spec(_Strict, frozen=True):
+class Spec(Strict, frozen=True):
     """The complete `spec`. `name`: for clients; the default is the name of the LoRAAdapter."""
 
     model_ref: ModelRef

@@ -13,8 +13,9 @@ import msgspec
 from skiff_operator import failure
 from skiff_operator.kinds import POD, SECRET
 from skiff_operator.model_caches.spec import ModelCache, owner_reference
+from skiff_operator.ownership import controller_uid
 from skiff_operator.resources import credentials
-from skiff_operator.resources.metadata import FIELD_MANAGER, digest
+from skiff_operator.resources.metadata import FETCHER, FIELD_MANAGER, digest
 from skiff_operator.resources.pod import USER_ID
 from skiff_operator.settings import Settings
 from skiff_runtime import contract
@@ -22,8 +23,6 @@ from skiff_runtime import contract
 ANNOTATION_NODE: Final = f"{contract.API_GROUP}/node"
 ANNOTATION_GENERATION: Final = f"{contract.API_GROUP}/generation"
 LABEL_TASK: Final = f"{contract.API_GROUP}/task"
-APP: Final = "skiff-fetcher"
-"""Name of the application of all fetchers, by which network policies find them."""
 FETCH: Final = "fetch"
 REMOVE: Final = "remove"
 _DIRECTORY: Final = "/models"
@@ -134,9 +133,7 @@ def belongs(pod: dict[str, Any], cache: ModelCache, settings: Settings) -> bool:
 
     Everyone may write any owner into pods of their own namespace, and must not become a peer that way.
     """
-    owners = pod["metadata"].get("ownerReferences") or []
-    owned = any(owner.get("controller") and owner["uid"] == cache.uid for owner in owners)
-    return owned and pod["metadata"]["namespace"] == namespace(cache, settings)
+    return controller_uid(pod) == cache.uid and pod["metadata"]["namespace"] == namespace(cache, settings)
 
 
 def read(pod: dict[str, Any]) -> Fetcher:
@@ -263,7 +260,7 @@ def _metadata(cache: ModelCache, settings: Settings, name: str) -> dict[str, Any
         "name": name,
         "namespace": namespace(cache, settings),
         "labels": {
-            contract.LABEL_NAME: APP,
+            contract.LABEL_NAME: FETCHER,
             contract.LABEL_INSTANCE: cache.name,
             contract.LABEL_MANAGED_BY: FIELD_MANAGER,
             contract.LABEL_MODEL_CACHE: cache.name,

@@ -6,9 +6,10 @@ import msgspec
 
 from skiff_operator import model_uri
 from skiff_operator.errors import InvalidSpec
-from skiff_operator.resources import model_cache_claim
+from skiff_operator.kinds import MODEL_CACHE
+from skiff_operator.resources import metadata, model_cache_claim
 from skiff_operator.resources.metadata import FIELD_MANAGER
-from skiff_operator.spec import SecretKey
+from skiff_operator.spec import SecretKey, Strict
 from skiff_runtime import contract
 
 FINALIZER: Final = f"{contract.API_GROUP}/modelcache"
@@ -16,11 +17,7 @@ DEFAULT_REVISION: Final = "main"
 DEFAULT_HOST_PATH: Final = "/var/lib/skiff/models"
 
 
-class _Strict(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
-    """Base of every part of the spec: immutable, camelCase in JSON, unknown fields refused."""
-
-
-class Model(_Strict, frozen=True):
+class Model(Strict, frozen=True):
     """The model to keep. The Secret is in the namespace of the fetchers."""
 
     uri: str
@@ -29,7 +26,7 @@ class Model(_Strict, frozen=True):
     credentials_secret_ref: SecretKey | None = None
 
 
-class Claim(_Strict, frozen=True):
+class Claim(Strict, frozen=True):
     """A PersistentVolumeClaim that several nodes can mount: an existing one, or one that is made with this size."""
 
     namespace: str
@@ -38,22 +35,22 @@ class Claim(_Strict, frozen=True):
     storage_class_name: str | None = None
 
 
-class Storage(_Strict, frozen=True):
+class Storage(Strict, frozen=True):
     """The place of the model, in a directory of its own: a directory of each node, or a shared claim."""
 
     host_path: str | None = None
     claim: Claim | None = None
 
 
-class Spec(_Strict, frozen=True):
+class Spec(Strict, frozen=True):
     """The complete `spec`, with defaults filled in."""
 
     model: Model
     storage: Storage = Storage()
-    node_selector: dict[str, str] = {}
+    node_selector: dict[str, str] = msgspec.field(default_factory=dict)
     tolerations: tuple[dict[str, Any], ...] = ()
     env: tuple[dict[str, Any], ...] = ()
-    resources: dict[str, dict[str, str | int]] = {}
+    resources: dict[str, dict[str, str | int]] = msgspec.field(default_factory=dict)
     service_account_name: str | None = None
     retention_seconds: int | None = None
 
@@ -129,11 +126,4 @@ def parse(obj: dict[str, Any]) -> ModelCache:
 
 def owner_reference(cache: ModelCache) -> dict[str, Any]:
     """Return the owner reference of what is collected with the ModelCache."""
-    return {
-        "apiVersion": f"{contract.API_GROUP}/{contract.API_VERSION}",
-        "kind": "ModelCache",
-        "name": cache.name,
-        "uid": cache.uid,
-        "controller": True,
-        "blockOwnerDeletion": True,
-    }
+    return metadata.owner_reference(MODEL_CACHE, cache.name, cache.uid)

@@ -17,6 +17,8 @@ ANNOTATION_MODEL_CACHE: Final = f"{contract.API_GROUP}/model-cache"
 """The ModelCache whose shared claim a pod mounts. A claim alone does not show it: it may have other users."""
 ANNOTATION_CANARY: Final = f"{contract.API_GROUP}/canary"
 """On a Deployment whose new pods are a canary: their revision."""
+FETCHER: Final = "skiff-fetcher"
+"""Name of the application of all pods that only download, by which network policies find them."""
 LABEL_REVISION: Final = f"{contract.API_GROUP}/revision"
 
 
@@ -40,6 +42,21 @@ def labels(service: InferenceService) -> dict[str, str]:
     }
 
 
+def owner_reference(kind: Kind, name: str, uid: str, *, blocks: bool = True) -> dict[str, Any]:
+    """Return the reference to the controller of an object, which is garbage-collected with it.
+
+    `blocks`: a deletion of the owner in the foreground waits for the object.
+    """
+    reference = {
+        "apiVersion": kind.api_version,
+        "kind": kind.name,
+        "name": name,
+        "uid": uid,
+        "controller": True,
+    }
+    return {**reference, "blockOwnerDeletion": True} if blocks else reference
+
+
 def child(kind: Kind, service: InferenceService, *, name: str = "", **body: Any) -> dict[str, Any]:
     """Build an object of `kind`, owned by `service` and therefore garbage-collected with it."""
     return {
@@ -49,16 +66,7 @@ def child(kind: Kind, service: InferenceService, *, name: str = "", **body: Any)
             "name": name or service.name,
             "namespace": service.namespace,
             "labels": labels(service),
-            "ownerReferences": [
-                {
-                    "apiVersion": INFERENCE_SERVICE.api_version,
-                    "kind": INFERENCE_SERVICE.name,
-                    "name": service.name,
-                    "uid": service.uid,
-                    "controller": True,
-                    "blockOwnerDeletion": True,
-                }
-            ],
+            "ownerReferences": [owner_reference(INFERENCE_SERVICE, service.name, service.uid)],
         },
         **body,
     }
