@@ -199,7 +199,7 @@ class Registry:
         self._backends: dict[str, Backend] = {}
         self._by_model: dict[str, list[Backend]] = {}
         self._by_adapter: dict[str, list[Backend]] = {}
-        self._by_adapter_key: dict[str, Route] = {}
+        self._routes: dict[str, Route] = {}
 
     @property
     def backends(self) -> list[Backend]:
@@ -239,24 +239,16 @@ class Registry:
             ModelNotFound: None has this name; the message lists those that there are.
             InvalidRequest: Several have it; the message lists their unique names.
         """
-        found = self._by_model.get(name, ())
-        if len(found) == 1:
-            return Route(found[0])
-        backend = self._backends.get(name)
-        if backend is not None:
-            return Route(backend)
-        if found:
-            raise _ambiguous(
-                f"several InferenceServices serve a model {name!r}", [each.key for each in found]
-            )
-        served = self._by_adapter.get(name, ())
-        if len(served) == 1:
-            return Route(served[0], name)
-        route = self._by_adapter_key.get(name)
+        route = self._routes.get(name)
         if route is not None:
             return route
-        if served:
-            keys = [_adapter_key(each, name) for each in served]
+        models, adapters = self._by_model.get(name), self._by_adapter.get(name)
+        if models is not None:
+            raise _ambiguous(
+                f"several InferenceServices serve a model {name!r}", [each.key for each in models]
+            )
+        if adapters is not None:
+            keys = [_adapter_key(each, name) for each in adapters]
             raise _ambiguous(f"several InferenceServices serve an adapter {name!r}", keys)
         raise ModelNotFound(
             f"the model {name!r} is not served here; models: {', '.join(self._names()) or 'none yet'}",
@@ -285,12 +277,23 @@ class Registry:
         return names if len(names) <= MAX_LISTED_NAMES else [*names[:MAX_LISTED_NAMES], "..."]
 
     def _index(self) -> None:
-        self._by_model, self._by_adapter, self._by_adapter_key = {}, {}, {}
+        """Find the route of each name that means one thing: a model's before its key, and both before those of adapters."""
+        self._by_model, self._by_adapter, self._routes = {}, {}, {}
         for backend in self.backends:
             self._by_model.setdefault(backend.model, []).append(backend)
             for adapter in backend.adapters:
                 self._by_adapter.setdefault(adapter, []).append(backend)
-                self._by_adapter_key[_adapter_key(backend, adapter)] = Route(backend, adapter)
+                self._routes[_adapter_key(backend, adapter)] = Route(backend, adapter)
+        for adapter, serving in self._by_adapter.items():
+            if len(serving) == 1:
+                self._routes[adapter] = Route(serving[0], adapter)
+        for model in self._by_model:
+            self._routes.pop(model, None)  # of an adapter; what several models share means none of them
+        for backend in self.backends:
+            self._routes[backend.key] = Route(backend)
+        for model, serving in self._by_model.items():
+            if len(serving) == 1:
+                self._routes[model] = Route(serving[0])
 
 
 def _adapter_key(backend: Backend, adapter: str) -> str:

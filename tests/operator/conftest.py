@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import yaml
 from apiserver import ApiServer, Refused
 from helm import Helm
-from installation import Installation
+from installation import Installation, raw_manifests
 from operator_process import OperatorProcess, eventually
 
 from skiff_operator.cli.main import main
@@ -26,7 +25,6 @@ from controlplane import ControlPlane  # noqa: E402
 
 CRD = ROOT / "manifests/crds/inferenceservices.yaml"
 OTHER_CRDS = [ROOT / f"manifests/crds/{name}.yaml" for name in ("loraadapters", "modelcaches")]
-MANIFESTS = ("namespace", "service-account", "rbac", "deployment")
 Start = Callable[..., OperatorProcess]
 RunCommand = Callable[..., tuple[int, str]]
 
@@ -58,9 +56,7 @@ def server(plane: ControlPlane) -> ApiServer:
 @pytest.fixture(scope="session")
 def installation(server: ApiServer, plane: ControlPlane) -> Installation:
     """Install what `kubectl apply -k manifests` makes: an operator of all namespaces."""
-    texts = [(ROOT / f"manifests/operator/{name}.yaml").read_text() for name in MANIFESTS]
-    bodies = [body for text in texts for body in yaml.safe_load_all(text)]
-    installed = Installation(server, plane.kubeconfig, bodies)
+    installed = Installation(server, plane.kubeconfig, raw_manifests())
     installed.apply()
     return installed
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from helm import Helm, HelmError, hooks
 
-from skiff_operator.model_caches.fetcher import APP as FETCHER_NAME
+from skiff_operator.resources.metadata import FETCHER as FETCHER_NAME
 from skiff_operator.settings import Settings, from_arguments
 from skiff_runtime import contract
 

@@ -5,8 +5,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import yaml
 from apiserver import APPLY, ApiServer
-from helm import Helm
+from helm import ROOT, Helm
 from operator_process import OperatorProcess, eventually, token_kubeconfig
 
 RIGHTS: Final = "/apis/rbac.authorization.k8s.io/v1"
@@ -22,6 +23,15 @@ PATHS: Final = {
     "RoleBinding": f"{RIGHTS}/namespaces/{{namespace}}/rolebindings",
 }
 """The kinds that an operator outside of the cluster needs of its installation."""
+
+
+MANIFESTS: Final = ("namespace", "service-account", "rbac", "deployment")
+
+
+def raw_manifests() -> list[Any]:
+    """Return the operator's objects of `kubectl apply -k manifests`: an operator of all namespaces."""
+    texts = [(ROOT / f"manifests/operator/{name}.yaml").read_text() for name in MANIFESTS]
+    return [body for text in texts for body in yaml.safe_load_all(text)]
 
 
 class Installation:

@@ -18,15 +18,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-import yaml
-
 HERE = Path(__file__).resolve()
 sys.path[:0] = [str(HERE.parents[2] / folder) for folder in ("support", "cluster")]
 
 from apiserver import ApiServer  # noqa: E402
 from controlplane import ControlPlane  # noqa: E402
 from creation_load import DeploymentWatch, create_all  # noqa: E402
-from installation import Installation  # noqa: E402
+from installation import Installation, raw_manifests  # noqa: E402
 from operator_process import OperatorProcess, eventually  # noqa: E402
 
 if TYPE_CHECKING:
@@ -34,7 +32,6 @@ if TYPE_CHECKING:
 
 ResultOfSize = TypeVar("ResultOfSize", bound="DataclassInstance")
 CRDS = sorted((HERE.parents[3] / "manifests/crds").glob("*.yaml"))
-MANIFESTS = HERE.parents[3] / "manifests/operator"
 NAMESPACE = "bench"
 STEADY_RATE = 16.0
 STEADY_SECONDS = 15.0
@@ -159,13 +156,7 @@ def restart(operator: OperatorProcess, result: Result, *, ready: str = "False") 
 
 def install(server: ApiServer, kubeconfig: Path) -> Installation:
     """Install the operator's ServiceAccount and roles: it authenticates by a token and is authorized by RBAC, as in a pod."""
-    texts = [
-        (MANIFESTS / f"{name}.yaml").read_text()
-        for name in ("namespace", "service-account", "rbac", "deployment")
-    ]
-    installed = Installation(
-        server, kubeconfig, [body for text in texts for body in yaml.safe_load_all(text)]
-    )
+    installed = Installation(server, kubeconfig, raw_manifests())
     installed.apply()
     return installed
 
