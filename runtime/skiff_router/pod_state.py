@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from skiff_runtime.prompt_blocks import PROMPT_BLOCK_BYTES
+from skiff_runtime.prompt_blocks import DEFAULT_BYTES_PER_TOKEN, PROMPT_BLOCK_BYTES
 from skiff_runtime.state_events import (
     KVBlocksChanged,
     LoadChanged,
@@ -31,8 +31,6 @@ REPORT_LAG_SECONDS: Final = 0.005
 A request is counted twice from the first report that includes it until one that is this much younger than the request.
 """
 _READY: Final = "ready"
-DEFAULT_BYTES_PER_TOKEN: Final = 4.0
-"""Of a prompt's JSON text, until pods have counted."""
 FULL_KV_CACHE: Final = 0.95
 """Fraction from which on a waiting request waits for the end of another one."""
 MEAN_WEIGHT: Final = 0.05

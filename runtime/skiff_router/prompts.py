@@ -3,9 +3,9 @@
 import hashlib
 
 from skiff_router.endpoints import Backend
-from skiff_router.pod_state import DEFAULT_BYTES_PER_TOKEN, Prompt
+from skiff_router.pod_state import Prompt
 from skiff_runtime.api.http.auth import derive_cache_namespace
-from skiff_runtime.prompt_blocks import PromptFields, adapter_namespace, hash_prompt
+from skiff_runtime.prompt_blocks import DEFAULT_BYTES_PER_TOKEN, PromptFields, adapter_namespace, hash_prompt
 
 
 def read_prompt(

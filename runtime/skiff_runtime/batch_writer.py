@@ -45,11 +45,10 @@ class BatchWriter(Generic[ItemT]):
             self._arrived.set()
 
     def close(self) -> None:
-        """Write what waits, for ``CLOSE_SECONDS`` at most, and end the thread."""
+        """Write what waits, for ``CLOSE_SECONDS`` at most, and end the thread. For other threads than this."""
         self._closing.set()
         self._arrived.set()
-        if threading.current_thread() is not self._thread:
-            self._thread.join(CLOSE_SECONDS)
+        self._thread.join(CLOSE_SECONDS)
 
     def _run(self) -> None:
         while not self._closing.is_set():

@@ -17,6 +17,8 @@ MAX_PROMPT_BLOCKS: Final = 1024
 HASH_DTYPE: Final = "<u8"
 """Of a name of a block, for numpy, which the router does without."""
 _HASH_BYTES: Final = 8
+DEFAULT_BYTES_PER_TOKEN: Final = 4.0
+"""Of a prompt's JSON text, until pods have counted."""
 _NONE: Final = msgspec.Raw(b"")
 
 

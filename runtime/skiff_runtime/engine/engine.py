@@ -238,9 +238,8 @@ class Engine:
         copies: list[tuple[int, AdapterCopy]] = []
         if plan.lora_loads:
             assert self._lora is not None
-            copies = self._lora.find(
-                plan.lora_loads
-            )  # now, because they may be unregistered before the step runs
+            # Now, because they may be unregistered before the step runs.
+            copies = self._lora.find(plan.lora_loads)
         return _LaunchedStep(self._thread.submit(self._run, plan, copies), self._group)
 
     def register_adapter(self, adapter_id: int, path: str) -> None:

@@ -50,6 +50,11 @@ class Peers:
     token: str = field(repr=False)
 
 
+def choose_hub_cache(download_dir: str | None) -> Path:
+    """Return the directory of downloads: ``--download-dir``, else the cache that the hub's tools share."""
+    return Path(download_dir) if download_dir else default_hub_cache()
+
+
 def default_hub_cache() -> Path:
     """Return the cache directory that the hub's tools share: HF_HUB_CACHE, else ``hub`` in HF_HOME or ~/.cache/huggingface."""
     from huggingface_hub import constants

@@ -17,7 +17,7 @@ from skiff_runtime.config import AUTO, Config
 from skiff_runtime.config.arguments import add_config_arguments, build_config
 from skiff_runtime.contract import EXIT_FAILURE, EXIT_OK
 from skiff_runtime.errors import ConfigError
-from skiff_runtime.hub.fetch import default_hub_cache, fetch_config
+from skiff_runtime.hub.fetch import choose_hub_cache, fetch_config
 from skiff_runtime.hub.hub_reference import SCHEME, parse_reference
 from skiff_runtime.info.memory_fit import GPUS, Gpu, GpuFit, MemoryNeed, estimate_memory, fit_gpu
 from skiff_runtime.layers.rope_scaling import YarnScaling
@@ -105,7 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _read_model(config: Config) -> ModelConfig:
     """Read the model's configuration; that of an ``hf://`` model outside of the cache is downloaded to a temporary file."""
     if is_source_uri(config.model):
-        cache = Path(config.download_dir) if config.download_dir else default_hub_cache()
+        cache = choose_hub_cache(config.download_dir)
         fetched = find_fetched(config.model, cache)
         if fetched is None:
             raise ConfigError(f"{config.model} is not in {cache}; download it first (skiff fetch)")
@@ -113,7 +113,7 @@ def _read_model(config: Config) -> ModelConfig:
     if not config.model.startswith(SCHEME):
         return _read_config(locate(config), config)
     reference = parse_reference(config.model, config.revision)
-    cache = Path(config.download_dir) if config.download_dir else default_hub_cache()
+    cache = choose_hub_cache(config.download_dir)
     with TemporaryDirectory(prefix="skiff-info-") as temporary:
         path = fetch_config(reference, cache, Path(temporary))
         return _read_config(path, config)

@@ -11,12 +11,12 @@ from typing import Final
 import torch
 import torch.nn.functional as F
 
+from skiff_runtime.step import NO_LORA_SLOT
+
 MAX_CALL_IDS: Final = 1024
 """The most ``LoraWeights`` of one rank: four for each layer, of which models have at most 200."""
 CALL_ID_STRIDE: Final = 4
 """Numbers from one call id to the next, so that each begins at a multiple of 16 bytes."""
-NO_SLOT: Final = -1
-"""The slot of a token without an adapter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class RowBlocks:
 
 @dataclass(frozen=True, slots=True)
 class LoraMapping:
-    """The LoRA slot of each token of a step, int32 [T] (NO_SLOT for none), and its row blocks where there are kernels."""
+    """The LoRA slot of each token of a step, int32 [T] (NO_LORA_SLOT for none), and its row blocks where there are kernels."""
 
     slots: torch.Tensor
     blocks: RowBlocks | None = None
@@ -153,7 +153,7 @@ def add_lora(
         kernel.add_lora(out, x, weights, mapping, x_is_complete=x_is_complete)
         return
     # In ascending order, so that nothing depends on the order of tokens.
-    for slot in sorted(set(mapping.slots.tolist()) - {NO_SLOT}):
+    for slot in sorted(set(mapping.slots.tolist()) - {NO_LORA_SLOT}):
         rank = int(weights.ranks[slot])
         tokens = torch.where(mapping.slots == slot)[0]
         chosen, first = x[tokens].float(), 0

@@ -49,6 +49,7 @@ class ColumnParallelLinear:
     def __init__(
         self, inputs: int, modules: Sequence[ModuleShard], *, bias: bool, context: LayerContext
     ) -> None:
+        self._context = context
         self._inputs = inputs
         self._modules = tuple(modules)
         self.sizes = [module.stop - module.start for module in modules]
@@ -70,7 +71,7 @@ class ColumnParallelLinear:
 
         ``None`` where no kernel does both, or no faster one, and in steps with adapters.
         """
-        if self._lora is not None and self._lora.is_active:
+        if self._context.has_adapters:
             return None
         return self.weight.fused_silu_and_mul(x, self.bias)
 
@@ -104,6 +105,7 @@ class RowParallelLinear:
 
     def __init__(self, name: str, inputs: int, outputs: int, *, bias: bool, context: LayerContext) -> None:
         self._name = name
+        self._context = context
         self._group = context.group
         self._inputs = shard_evenly(name, inputs, context)
         self._shape = (outputs, inputs)
@@ -114,19 +116,18 @@ class RowParallelLinear:
         self._lora = _make_lora_layer([module], context)
 
     def __call__(self, x: Activations) -> LayerOutput:
-        lora = self._lora
         if self._group.tp_size == 1:
-            return _add_lora(self.weight.apply(x, self.bias), x, lora)
+            return _add_lora(self.weight.apply(x, self.bias), x, self._lora)
         matrix = self.weight.unquantized
         if (
             matrix is not None
             and self.bias is None
-            and not (lora is not None and lora.is_active)
+            and not self._context.has_adapters
             and isinstance(x, torch.Tensor)
             and self._group.can_fuse_linear(x, matrix)
         ):
             return PartialProduct(x, matrix, self._group)
-        return PartialSum(_add_lora(self.weight.apply(x), x, lora), self._group, self.bias)
+        return PartialSum(_add_lora(self.weight.apply(x), x, self._lora), self._group, self.bias)
 
     def weight_shards(self, prefix: str) -> Iterator[WeightShard]:
         """Yield the shards of the checkpoint's tensors that fill this layer."""
@@ -150,8 +151,7 @@ def _make_lora_layer(modules: Sequence[LoraModule], context: LayerContext) -> Lo
 
 
 def _add_lora(out: torch.Tensor, x: Activations, lora: LoraLayer | None) -> torch.Tensor:
-    """Add the adapters' products of ``x`` to ``out`` in place, and return it; norms quantize nothing in such steps."""
-    if lora is not None and lora.is_active:
-        assert isinstance(x, torch.Tensor)
+    """Add the adapters' products of ``x`` to ``out`` in place, and return it."""
+    if lora is not None:
         lora.add(out, x)
     return out

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from skiff_runtime.kernels.fp8 import Activations
 from skiff_runtime.kernels.lora import LoraMapping, LoraWeights, LoraWorkspace, add_lora
 
 
@@ -33,6 +34,11 @@ class LoraState:
             max_rank=self.max_rank,
             max_tokens=self._max_tokens,
         )
+
+    @property
+    def is_active(self) -> bool:
+        """Return whether a token of the present step has an adapter, as far as the host knows."""
+        return self.mapping is not None
 
     def prepare(self, slots: torch.Tensor | None) -> None:
         """Set the LoRA slots of the tokens that are computed next: int32 [T], or None if no token has one."""
@@ -86,18 +92,14 @@ class LoraLayer:
         self._loaded_ranks = [0] * count
 
     @property
-    def is_active(self) -> bool:
-        """Return whether a token of the present step has an adapter, as far as the host knows."""
-        return self._state.mapping is not None
-
-    @property
     def nbytes(self) -> int:
         """Bytes of the matrices of all slots."""
         return self.weights.a.nbytes + self.weights.b.nbytes
 
-    def add(self, out: torch.Tensor, x: torch.Tensor) -> None:
+    def add(self, out: torch.Tensor, x: Activations) -> None:
         """Add the adapters' products of x [T, inputs] to out [T, outputs], in place; no-op in a step without adapters."""
         if self._state.mapping is not None:
+            assert isinstance(x, torch.Tensor), "norms quantize nothing in such steps"
             add_lora(out, x, self.weights, self._state.mapping)
 
     def pack(self, pairs: Mapping[str, LowRankPair]) -> PackedLora | None:

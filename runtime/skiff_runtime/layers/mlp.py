@@ -61,7 +61,7 @@ class GatedMLP(MLP):
         self.input_context = up
         modules = [shard_evenly(name, intermediate_size, context) for name in ("gate_proj", "up_proj")]
         self._quantizer = make_activation_quantizer(down)
-        self._lora = context.lora
+        self._context = context
         self._gate_up_proj = ColumnParallelLinear(hidden_size, modules, bias=bias, context=up)
         self._down_proj = RowParallelLinear(
             "down_proj", intermediate_size, hidden_size, bias=bias, context=down
@@ -76,10 +76,10 @@ class GatedMLP(MLP):
         if product is not None:
             return self._down_proj(product if self._quantizer is None else self._quantizer.quantize(product))
         gate_up = self._gate_up_proj(x)
-        has_adapters = (
-            self._lora is not None and self._lora.mapping is not None
-        )  # LoRA reads the product unquantized
-        if self._quantizer is not None and not has_adapters:  # by the same kernel that applies the activation
+        if (
+            self._quantizer is not None and not self._context.has_adapters
+        ):  # LoRA reads the product unquantized
+            # By the same kernel that applies the activation.
             return self._down_proj(self._quantizer.silu_and_mul(gate_up))
         return self._down_proj(silu_and_mul(gate_up))
 

@@ -37,11 +37,11 @@ class QuantizingRMSNorm:
         self.weight = context.empty(size)
         self.eps = eps
         self._own_quantizer = make_activation_quantizer(context)
-        self._lora = context.lora
+        self._context = context
 
     @property
     def _quantizer(self) -> ActivationQuantizer | None:
-        return None if self._lora is not None and self._lora.mapping is not None else self._own_quantizer
+        return None if self._context.has_adapters else self._own_quantizer
 
     def __call__(self, x: torch.Tensor) -> Activations:
         normed, quantizer = rms_norm(x, self.weight, self.eps), self._quantizer

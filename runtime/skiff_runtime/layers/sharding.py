@@ -47,6 +47,11 @@ class LayerContext:
         """Return the context of a matrix, and of its input, that is in the model's dtype in any case."""
         return replace(self, quantization="none")
 
+    @property
+    def has_adapters(self) -> bool:
+        """Return whether a token of the step that is computed now has a LoRA adapter."""
+        return self.lora is not None and self.lora.is_active
+
     def on_meta_device(self) -> "LayerContext":
         """Return the context of the same layers without memory."""
         lora = None if self.lora is None else self.lora.on_meta_device()

@@ -14,16 +14,16 @@ import torch
 
 from skiff_runtime import log
 from skiff_runtime.errors import ModelError
+from skiff_runtime.hub.repository import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from skiff_runtime.json_file import JsonObject, read_json
 from skiff_runtime.layers.lora import LoraLayer, LoraModule, LowRankPair, PackedLora
+from skiff_runtime.layers.projections import PACKED_MODULES
 from skiff_runtime.models.tensor_file import StoredTensor, TensorFile
 
-CONFIG_FILE: Final = "adapter_config.json"
-WEIGHTS_FILE: Final = "adapter_model.safetensors"
 PREFIX: Final = "base_model.model."
 MAX_STATED_RANK: Final = 1 << 16
 DTYPES: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-MODULES: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+MODULES: Final = tuple(name.rpartition(".")[2] for names in PACKED_MODULES.values() for name in names)
 _UNSUPPORTED: Final = (
     "use_dora",
     "lora_bias",
@@ -72,7 +72,7 @@ class AdapterConfig:
 
 def read_adapter_config(path: Path) -> AdapterConfig:
     """Read and check the configuration in the directory ``path``. Raises ``ModelError`` that names the file and the key."""
-    file = path / CONFIG_FILE
+    file = path / ADAPTER_CONFIG
     config = JsonObject(str(file), read_json(file))
     kind = config.text("peft_type", "")
     if kind != "LORA":
@@ -112,11 +112,11 @@ def read_adapter(
     if config.base_model and Path(config.base_model).name not in base_names:
         log.warning("adapter_base_differs", adapter=str(path), base=config.base_model)
     modules = {f"{prefix}{module.name}": module for prefix, layer in layers for module in layer.modules}
-    if not (path / WEIGHTS_FILE).is_file():
+    if not (path / ADAPTER_WEIGHTS).is_file():
         raise ModelError(
-            f"{path} lacks {WEIGHTS_FILE}; save the adapter with save_pretrained, as safetensors"
+            f"{path} lacks {ADAPTER_WEIGHTS}; save the adapter with save_pretrained, as safetensors"
         )
-    file = TensorFile(path / WEIGHTS_FILE)
+    file = TensorFile(path / ADAPTER_WEIGHTS)
     try:
         pairs = _read_pairs(file, config, modules, max_rank)
     finally:

@@ -7,7 +7,7 @@ from skiff_runtime import log
 from skiff_runtime.config import Config
 from skiff_runtime.config.adapters import parse_adapters
 from skiff_runtime.errors import ConfigError, FetchError
-from skiff_runtime.hub.fetch import default_hub_cache
+from skiff_runtime.hub.fetch import choose_hub_cache
 from skiff_runtime.hub.repository import ADAPTER_CONFIG
 from skiff_runtime.processes.launch import StartAdapter
 from skiff_runtime.sources.fetch import fetch_model, is_remote
@@ -22,7 +22,7 @@ def locate_adapter(uri: str, download_dir: str | None) -> Path:
     Raises ``ConfigError`` for a URI that names none, and ``FetchError``.
     """
     if is_remote(uri):
-        path = fetch_model(uri, None, Path(download_dir) if download_dir else default_hub_cache())
+        path = fetch_model(uri, None, choose_hub_cache(download_dir))
     elif _SCHEME in uri.removeprefix(_FILE):
         raise ConfigError(
             f"{uri}: unknown scheme; give a directory, file:///path, hf://org/name, s3://bucket/prefix, gs://bucket/prefix "

@@ -14,7 +14,7 @@ from skiff_runtime.conversion.tokenizer_json import find_or_convert_tokenizer
 from skiff_runtime.errors import ConfigError, ModelError
 from skiff_runtime.gguf.header import SUFFIX, is_gguf
 from skiff_runtime.gguf.selection import find_gguf
-from skiff_runtime.hub.fetch import default_hub_cache
+from skiff_runtime.hub.fetch import choose_hub_cache
 from skiff_runtime.layers.weight_format import Fp8Format
 from skiff_runtime.models.config import ModelConfig, check_tp_size, read_model_config
 from skiff_runtime.sources.fetch import fetch_model, is_remote
@@ -99,8 +99,7 @@ def locate(config: Config) -> Path:
     if uri.startswith(shapes.SCHEME):
         return shapes.find(uri)
     if is_remote(uri):
-        cache = Path(config.download_dir) if config.download_dir else default_hub_cache()
-        return fetch_model(uri, config.revision, cache)
+        return fetch_model(uri, config.revision, choose_hub_cache(config.download_dir))
     if config.revision is not None:
         raise ConfigError(f"--revision is for hf:// models; --model is {uri}")
     if uri.startswith(_FILE):

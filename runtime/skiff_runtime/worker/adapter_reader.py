@@ -6,7 +6,7 @@ read, so each of them has the adapter before a step needs it.
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Final, Protocol, runtime_checkable
+from typing import Final, Protocol
 
 from skiff_runtime import log
 from skiff_runtime.errors import SkiffError
@@ -17,7 +17,6 @@ from skiff_runtime.scheduler.adapter_store import AdapterStore
 WAIT_SECONDS: Final = 0.2
 
 
-@runtime_checkable
 class AdapterRegistry(Protocol):
     """The engine's host copies of adapters."""
 

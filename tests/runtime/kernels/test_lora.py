@@ -11,7 +11,6 @@ from kernel_device import DEVICE, HALF, TOLERANCE, combine, error, noise
 from skiff_runtime.contract import MAX_LORA_RANK
 from skiff_runtime.kernels.lora import (
     MAX_CALL_IDS,
-    NO_SLOT,
     LoraMapping,
     LoraWeights,
     LoraWorkspace,
@@ -20,6 +19,7 @@ from skiff_runtime.kernels.lora import (
 from skiff_runtime.kernels.triton.lora import add_lora as kernel
 from skiff_runtime.kernels.triton.lora.group_tokens import EPOCHS
 from skiff_runtime.kernels.tuning import LoraRule, LoraTile, LoraTuning, overridden, tuning_for
+from skiff_runtime.step import NO_LORA_SLOT
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -68,7 +68,7 @@ def compute_exactly(
     """Return what ``add_lora`` should make of ``out``, in float64 but for A x, which is rounded like x."""
     expected = out.double().cpu()
     for token, slot in enumerate(slots):
-        if slot == NO_SLOT:
+        if slot == NO_LORA_SLOT:
             continue
         first = 0
         for part, size in enumerate(weights.part_sizes):
@@ -90,7 +90,7 @@ def to_slots(slots: list[int]) -> torch.Tensor:
 
 def random_slots(tokens: int, seed: int = 0) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
-    slots: list[int] = torch.randint(NO_SLOT, LORAS, (tokens,), generator=generator).tolist()
+    slots: list[int] = torch.randint(NO_LORA_SLOT, LORAS, (tokens,), generator=generator).tolist()
     return slots
 
 
@@ -111,13 +111,13 @@ def test_products_of_mixed_adapters_are_added(
         before = out.clone()
         call(out, x, weights, workspace.map_tokens(to_slots(slots)), early)
     assert error(out, expected) < TOLERANCE[dtype]
-    untouched = [token for token, slot in enumerate(slots) if slot in {NO_SLOT, 2}]
+    untouched = [token for token, slot in enumerate(slots) if slot in {NO_LORA_SLOT, 2}]
     assert torch.equal(out[untouched], before[untouched])
 
 
 @pytest.mark.parametrize(("max_rank", "tile", "dtype"), combine([1, 8, 20, 32, 64, 128], TILES, TYPES))
 def test_every_rank_up_to_the_largest_is_added(max_rank: int, tile: LoraTile, dtype: torch.dtype) -> None:
-    slots = [0, 1, NO_SLOT, 1, 2]
+    slots = [0, 1, NO_LORA_SLOT, 1, 2]
     x, out = noise(5, 80, dtype=dtype), noise(5, 48, dtype=dtype, seed=3)
     with use_tile(tile):
         workspace = make_workspace(5, max_rank, loras=3)
@@ -148,7 +148,7 @@ def test_nothing_is_written_without_adapters(tile: LoraTile) -> None:
     with use_tile(tile):
         workspace = make_workspace(6)
         weights = make_weights(workspace, 80, (48,), [16] * LORAS, 16, HALF)
-        mapping = workspace.map_tokens(to_slots([NO_SLOT] * 6))
+        mapping = workspace.map_tokens(to_slots([NO_LORA_SLOT] * 6))
         call(out, x, weights, mapping, False)
     assert mapping.blocks is not None and int(mapping.blocks.num_blocks) == 0
     assert torch.equal(out, before)

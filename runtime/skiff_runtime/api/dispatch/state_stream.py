@@ -27,7 +27,7 @@ from skiff_runtime.config import Config
 from skiff_runtime.errors import Unavailable
 from skiff_runtime.messages import CacheEvents, KVBlocksStored, StepStats, StreamOpened, TextBatch, WatchCache
 from skiff_runtime.messages.transport import Sender
-from skiff_runtime.prompt_blocks import HASH_DTYPE, PROMPT_BLOCK_BYTES, PromptBlocks
+from skiff_runtime.prompt_blocks import DEFAULT_BYTES_PER_TOKEN, HASH_DTYPE, PROMPT_BLOCK_BYTES, PromptBlocks
 from skiff_runtime.sse import encode_json
 from skiff_runtime.state_events import (
     HEARTBEAT,
@@ -53,7 +53,6 @@ KEEP_WATCHING_SECONDS: Final = 60.0
 ARRIVING_SECONDS: Final = 1.0
 """Longest time for which an accepted request counts as arriving: it may have failed before the scheduler received it."""
 _AVERAGE_WEIGHT: Final = 0.05
-_DEFAULT_BYTES_PER_TOKEN: Final = 4.0
 
 KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
@@ -189,8 +188,9 @@ class StateStream:
         publisher: KVEventPublisher | None = None,
         adapters: Callable[[Sequence[int]], PodAdapters] | None = None,
     ) -> None:
-        """``adapters``: returns the LoRA adapters, given the ids of those in a slot; None for a service without. ``in_flight``: returns the number of requests that are accepted and have not ended. ``prompt_bytes``: returns the
+        """``in_flight``: returns the number of requests that are accepted and have not ended. ``prompt_bytes``: returns the
         length of the text of a request's prompt, by its uid, or 0. ``publisher``: gets all changes of KV blocks, with tokens.
+        ``adapters``: returns the LoRA adapters, given the ids of those in a slot; None for a service without.
         """
         self._publisher = publisher
         self._config = config
@@ -263,7 +263,7 @@ class StateStream:
         # A block is only cached with all those before it, and a request finds what another one before it computes.
         known = bisect_left(names, True, key=lambda name: name not in cached and name not in arriving)
         left_bytes = blocks.text_bytes - known * PROMPT_BLOCK_BYTES
-        tokens = int(left_bytes / (self._bytes_per_token or _DEFAULT_BYTES_PER_TOKEN))
+        tokens = int(left_bytes / (self._bytes_per_token or DEFAULT_BYTES_PER_TOKEN))
         self._arriving.append(_Arriving(asyncio.get_running_loop().time(), tokens, names[known:]))
         self._arriving_tokens += tokens
         arriving.update(names[known:])
