@@ -63,7 +63,7 @@ class Visitor:
 
 @dataclass(eq=False, slots=True)
 class _Queue:
-    """The requests that wait for one model, and what is done for them.
+    """The requests that wait for one model, and the state of the search for its pod.
 
     ``began_at``: arrival of the first one. ``has_first_pod``: a request for a first pod was accepted since.
     """

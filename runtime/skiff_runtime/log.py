@@ -81,7 +81,7 @@ class _BatchHandler(logging.Handler):
                 "log_lines_dropped", {"count": dropped, "reason": "stderr takes them too slowly"}
             )
             lines.append(self._line.line(time.time(), "warning", message))
-        # Where nobody reads the log any more, there is no other place to report that.
+        # If stderr is closed, there is no other place to report that.
         with contextlib.suppress(OSError, ValueError):
             sys.stderr.write("\n".join(lines) + "\n")
             sys.stderr.flush()

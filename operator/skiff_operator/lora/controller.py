@@ -5,8 +5,8 @@ requests to the pods, the ConfigMap with which new pods start, and the statuses.
 that a slow download delays nothing else; when one ends, the next pass sees it. Only InferenceServices with `spec.lora`, and
 those that LoRAAdapters name, are looked at: when an event concerns them, and in each resync.
 
-Nothing is kept between passes but failed loads, and which files this process had a pod load. After a restart of the operator
-the pods say what they have.
+Between passes it keeps only the failed loads and the files that this process had each pod load. After a restart of the operator,
+the pods list their adapters.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ _RETRY_SECONDS: Final = 10.0
 
 
 class _Pod(msgspec.Struct):
-    """What is known of one container of one pod.
+    """The state of one container of one pod.
 
     `loaded`: paths by the names under which this process had it load them; `attempts`: failed loads; `tasks`: requests in flight.
     """
@@ -220,7 +220,7 @@ class LoRAController:
         return result
 
     async def _fetch_one(self, found: InferenceService, adapter: LoRAAdapter) -> Problem | None:
-        """Make the fetcher of an adapter if there is none; return what it waits for, None if it is complete."""
+        """Make the fetcher of an adapter if there is none; return why its files are not there yet, or None if they are."""
         name = fetcher.name(adapter)
         try:
             live = await self._client.get(POD, adapter.namespace, name)
@@ -236,7 +236,7 @@ class LoRAController:
         return fetcher.progress(live)
 
     def _forget(self, service: _Service, pods: list[PodState]) -> None:
-        """Drop what is known of pods that are gone, and of containers that ended: a new one has none of its adapters."""
+        """Drop the state of pods that are gone and of containers that have ended: a new container has no adapter yet."""
         present = {pod.uid: pod for pod in pods}
         for uid, known in list(service.pods.items()):
             if uid not in present or known.restarts != present[uid].restarts:
@@ -381,7 +381,7 @@ def _serving(entry: Entry) -> list[PodState]:
 
 
 def _started_with(wanted: list[Wanted], views: list[View], before: list[Adapter]) -> list[Adapter]:
-    """Return the adapters with which new pods shall start; without an answering pod, those of before that are still wanted."""
+    """Return the adapters with which new pods start; if no pod answers, the earlier ones that are still wanted."""
     if not any(view.listed is not None for view in views):
         valid = {(each.name, each.path) for each in wanted if each.problem is None}
         return [each for each in before if (each.name, each.uri) in valid]

@@ -86,7 +86,7 @@ def is_own(live: dict[str, Any], adapter: LoRAAdapter) -> bool:
 
 
 def progress(live: dict[str, Any]) -> Problem | None:
-    """Return what a download waits for; None when it is complete."""
+    """Return why a download is not complete; None when it is."""
     if (live.get("status") or {}).get("phase") == "Succeeded":
         return None
     state = workload.read_pod(live, gpu_resource="")

@@ -1,7 +1,7 @@
 """The plan of the adapters of one InferenceService: which its pods shall have, and the next steps of each pod. Pure.
 
-Nothing is remembered of adapters that were deleted: whatever a pod lists and nobody wants is unloaded. So what others load
-by hand does not stay.
+Deleted adapters leave no record: an adapter that a pod lists and that is not wanted is unloaded. So an adapter that somebody
+loads by hand does not stay.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What is reported about adapters: in the status of the InferenceService, and in that of each LoRAAdapter. Pure."""
+"""The status of adapters, in the InferenceService and in each LoRAAdapter. Pure."""
 
 from typing import Final
 

@@ -4,7 +4,7 @@ The rows are padded to one of a few sizes. A step copies two short columns to th
 the tokens back: nothing is allocated, nothing is waited for, and no request is looked at. Without graphs the same work
 is launched kernel by kernel, padded to the same sizes, so the tokens are the same. Where rows share enough of their
 prefixes, the step is of a second kind, which reads these once and has fewer sizes and graphs of its own. With LoRA there are
-graphs of both kinds for steps with adapters, too, so a step without any launches what it does in a service without LoRA.
+graphs of both kinds for steps with adapters, too, so a step without any launches the same kernels as without LoRA.
 
 With tensor parallelism the graph ends with this rank's shard of the logits, and up to two small graphs follow it: a
 draw for all rows, which exchanges one key a row, and one for the rows whose filters need whole logits, padded to a size

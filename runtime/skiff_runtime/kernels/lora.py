@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from skiff_runtime.step import NO_LORA_SLOT
 
 MAX_CALL_IDS: Final = 1024
-"""The most ``LoraWeights`` of one rank: four for each layer, of which models have at most 200."""
+"""The maximum number of ``LoraWeights`` of one rank: four for each decoder layer, for models of up to 256 layers."""
 CALL_ID_STRIDE: Final = 4
 """Numbers from one call id to the next, so that each begins at a multiple of 16 bytes."""
 
@@ -41,9 +41,9 @@ class LoraWeights:
 class RowBlocks:
     """The tokens of a step that have a slot, sorted by slot, in blocks of ``rows`` tokens of one slot.
 
-    ``block_tokens`` int32 [max_blocks * rows]: indices of tokens; the number of tokens in rows that only fill a block.
+    ``block_tokens`` int32 [max_blocks * rows]: indices of tokens; padding rows of a block have the number of tokens.
     ``block_slots`` int32 [max_blocks]. ``num_blocks`` int32 [1]: the blocks in use; nothing is written beyond them.
-    ``memory`` is that in which they are.
+    ``memory`` holds them.
     """
 
     block_tokens: torch.Tensor
@@ -63,7 +63,7 @@ class LoraMapping:
 
 @dataclass(frozen=True, slots=True)
 class LoraKernelMemory:
-    """What kernels write: row blocks of the largest step, the epoch int32 [1], and LL words int64, see ``add_lora_kernel``."""
+    """Buffers of the kernels, for the largest step: its row blocks, the epoch int32 [1], and LL words int64 (``add_lora_kernel``)."""
 
     num_blocks: torch.Tensor
     block_slots: torch.Tensor

@@ -322,7 +322,7 @@ class MoETuning:
 
 @dataclass(frozen=True, slots=True)
 class LoraTile:
-    """How ``triton.lora.add_lora`` divides its products among programs of ``warps`` warps.
+    """Tile sizes of ``triton.lora.add_lora``, whose programs have ``warps`` warps.
 
     A row block has ``rows`` tokens of one adapter: 16 or more, for the tensor cores, or 1, without them. A program adds up at least
     ``chunk`` inputs of A x, ``inputs`` at a time in ``stages`` stages, and computes ``outputs`` outputs of B at a time.

@@ -2,7 +2,7 @@
 
 A column-parallel layer holds its outputs of B and the whole of A. A row-parallel one holds its inputs of A and the whole of
 B, and adds B (A x) of its inputs to its part of the sum, so the layer's all-reduce completes both. A step without adapters
-has no mapping, and its layers launch what they launch without LoRA.
+has no mapping, and its layers launch the same kernels as without LoRA.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,7 @@
 """LoRA adapters as the scheduler sees them: which are loaded, in host memory, and in LoRA slots.
 
 The problem: adapters are many, the slots of GPU memory few, and host memory is bounded, too. A request whose adapter has no
-slot must wait, and nobody else because of it. Every rank must decide the same.
+slot must wait without delaying other requests. Every rank must decide the same.
 
 The idea: the queue holds such a request back, outside of the order of admission, until its adapter is resident or can become
 so: in host memory, with a slot that no running request uses. Reads into host memory are started here, and rank 0 reports
@@ -165,7 +165,7 @@ class Adapters:
             self.hold_back(request)
 
     def can_start(self, request: Request) -> bool:
-        """Return whether a waiting request may start: its adapter has a slot, or can have one, and nobody is due before it."""
+        """Return whether a waiting request may start: its adapter has a slot, or can have one, and no request is due before it."""
         if not request.adapter_id:
             return True
         due = self._find_due()

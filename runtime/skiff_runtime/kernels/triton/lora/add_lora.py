@@ -447,7 +447,7 @@ def padded_rank(max_rank: int) -> int:
 
 
 def max_chunks(tile: LoraTile, rank: int) -> int:
-    """Return the most chunks of which a program adds up the partial sums."""
+    """Return the maximum number of chunks whose partial sums one program adds up."""
     return max(1, MAX_PARTIAL_SUMS * tile.warps // (tile.rows * rank))
 
 
@@ -475,7 +475,7 @@ def max_programs(tile: LoraTile, device: torch.device) -> int:
 def add_lora(
     out: torch.Tensor, x: torch.Tensor, weights: LoraWeights, mapping: LoraMapping, *, x_is_complete: bool
 ) -> None:
-    """Do what ``kernels.lora.add_lora`` does."""
+    """Launch the kernel for ``kernels.lora.add_lora``."""
     blocks = mapping.blocks
     assert blocks is not None and out.stride(1) == x.stride(1) == 1
     (tokens, inputs), device, parts = x.shape, x.device, len(weights.part_sizes)

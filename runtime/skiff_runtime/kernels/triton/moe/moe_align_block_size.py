@@ -144,7 +144,7 @@ def align_block_size(
     CHUNK: tl.constexpr,
     HAS_COUNTS: tl.constexpr,
 ) -> None:
-    """Do what ``moe_align_block_size_kernel`` does, in a kernel of which a program is an expert."""
+    """Sort the pairs as ``moe_align_block_size_kernel`` does, for kernels with one program for each expert."""
     own = tl.program_id(0)
     expert = tl.arange(0, EXPERTS_BLOCK)
     total = tl.zeros((EXPERTS_BLOCK,), tl.int32)

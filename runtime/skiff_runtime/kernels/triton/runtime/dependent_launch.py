@@ -33,7 +33,7 @@ def launch_dependents(PDL: tl.constexpr) -> None:
 
 @triton.jit
 def launch_dependents_if(condition: tl.tensor, PDL: tl.constexpr) -> None:
-    """Do what ``launch_dependents`` does, in programs for which a scalar condition is true, without a branch.
+    """Launch dependents as ``launch_dependents`` does, in the programs whose scalar condition is true, without a branch.
 
     A branch would keep the compiler from moving loads across it.
     """
