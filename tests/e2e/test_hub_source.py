@@ -1,16 +1,19 @@
 """An hf:// model, downloaded once by an init container into a claim, from a stand-in of the hub in the cluster."""
 
+from collections.abc import Iterator
+
 import pytest
-from hub_in_cluster import MODEL, start_hub
+from hub_in_cluster import MODEL, running_hub, stop_hub
 from kube import Kube, Object, inference_service, wait
 
 PODS = "serving.skiff.dev/inferenceservice=fetched"
 
 
 @pytest.fixture(scope="module")
-def hub(kube: Kube) -> str:
+def hub(kube: Kube) -> Iterator[str]:
     """The stand-in's URL."""
-    return start_hub(kube)
+    with running_hub(kube) as url:
+        yield url
 
 
 def replaces(pod: Object, before: Object) -> bool:
@@ -28,7 +31,7 @@ def test_it_is_fetched_once_and_served(kube: Kube, hub: str) -> None:
     (pod,) = kube.list("pods", PODS)
     assert "fetch_finished" in kube.run("logs", pod["metadata"]["name"], "-c", "fetch")
     # The hub is gone, the pod starts again from the claim alone.
-    kube.run("delete", "pod", "hub", "--grace-period=0", "--force")
+    stop_hub(kube)
     kube.run("delete", "pod", pod["metadata"]["name"])
     wait(
         lambda: [replaces(each, pod) for each in kube.list("pods", PODS)] == [True],

@@ -8,7 +8,7 @@ from typing import Any, Final
 import adapter_files
 import pytest
 from helm import Helm
-from hub_in_cluster import start_hub
+from hub_in_cluster import running_hub
 from kube import Kube, inference_service, wait
 from router_in_cluster import URL, routers, upgrade
 from traffic_run import TrafficRun
@@ -61,14 +61,20 @@ def ask(kube: Kube, pod: str, model: str) -> tuple[int, str]:
 
 
 @pytest.fixture(scope="module")
-def adapted(kube: Kube, client: str, helm: Helm, operator: Kube) -> Iterator[str]:
-    """A service of two pods with an adapter of its spec and one of a LoRAAdapter, behind two routers. Returns the client's pod."""
-    hub = start_hub(kube)
+def hub(kube: Kube) -> Iterator[str]:
+    """The URL of a hub that has the adapters."""
     source = Path(adapter_files.__file__).read_text()
-    for name, (seed, rank) in ADAPTERS.items():
-        config, directory = "/tmp/models/skiff/demo/config.json", f"/tmp/models/skiff/{name}"
-        words = ["python3", "-", config, directory, str(seed), str(rank)]
-        kube.execute("hub", *words, text=source)
+    with running_hub(kube) as url:
+        for name, (seed, rank) in ADAPTERS.items():
+            config, directory = "/tmp/models/skiff/demo/config.json", f"/tmp/models/skiff/{name}"
+            words = ["python3", "-", config, directory, str(seed), str(rank)]
+            kube.execute("hub", *words, text=source)
+        yield url
+
+
+@pytest.fixture(scope="module")
+def adapted(kube: Kube, client: str, helm: Helm, operator: Kube, hub: str) -> Iterator[str]:
+    """A service of two pods with an adapter of its spec and one of a LoRAAdapter, behind two routers. Returns the client's pod."""
     env = [{"name": "HF_ENDPOINT", "value": hub}, {"name": "SKIFF_CPU_THREADS", "value": "1"}]
     with helm.values_restored(namespace=operator.namespace):
         upgrade(helm, operator, "router.enabled=true", "router.drainTimeoutSeconds=30")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from helm import CHART, RELEASE, Helm
-from hub_in_cluster import MODEL, deliveries, start_hub
+from hub_in_cluster import MODEL, deliveries, running_hub
 from kube import Kube, Object, inference_service, wait
 from operator_installation import OPERATOR_NAMESPACE
 
@@ -36,6 +36,13 @@ def other(operator: Kube) -> Iterator[Kube]:
     wait(lambda: made.get("serviceaccount", "default") is not None, timeout_seconds=30)
     yield made
     made.run("delete", "namespace", OTHER, "--timeout=120s", timeout_seconds=150)
+
+
+@pytest.fixture
+def hub(kube: Kube) -> Iterator[str]:
+    """The URL of a hub that has delivered nothing yet."""
+    with running_hub(kube) as url:
+        yield url
 
 
 def model_cache(name: str, hub: str, **storage: Any) -> Object:
@@ -69,8 +76,7 @@ def wait_gone(kube: Kube, kind: str, name: str) -> None:
     )
 
 
-def test_two_namespaces_serve_one_download(caches: None, kube: Kube, other: Kube) -> None:
-    hub = start_hub(kube)
+def test_two_namespaces_serve_one_download(caches: None, kube: Kube, other: Kube, hub: str) -> None:
     kube.apply(model_cache("demo", hub, hostPath=HOST_PATH))
     status = wait_complete(kube, "demo")
     assert status["readyNodes"] == status["nodes"] >= 1 and status["sizeBytes"] > 0
@@ -98,11 +104,11 @@ def test_two_namespaces_serve_one_download(caches: None, kube: Kube, other: Kube
     wait_complete(kube, "demo")
     assert set(deliveries(kube).values()) == {2}
     kube.run("delete", "modelcache", "demo", "--timeout=120s", timeout_seconds=150)
-    kube.run("delete", "pod", "hub", "--grace-period=0", "--force")
 
 
-def test_a_claim_that_is_made_is_filled_once_and_deleted_with_its_cache(caches: None, kube: Kube) -> None:
-    hub = start_hub(kube)
+def test_a_claim_that_is_made_is_filled_once_and_deleted_with_its_cache(
+    caches: None, kube: Kube, hub: str
+) -> None:
     kube.apply(model_cache("shared", hub, claim={"namespace": kube.namespace, "size": "1Gi"}))
     claim = "skiff-model.shared"
     status = wait_complete(kube, "shared")
@@ -125,11 +131,9 @@ def test_a_claim_that_is_made_is_filled_once_and_deleted_with_its_cache(caches: 
     kube.run("delete", "infsvc", "one", "--timeout=60s")
     kube.run("delete", "modelcache", "shared", "--timeout=120s", timeout_seconds=150)
     wait_gone(kube, "pvc", claim)
-    kube.run("delete", "pod", "hub", "--grace-period=0", "--force")
 
 
-def test_a_model_is_prefetched_for_a_service_without_pods(caches: None, kube: Kube) -> None:
-    hub = start_hub(kube)
+def test_a_model_is_prefetched_for_a_service_without_pods(caches: None, kube: Kube, hub: str) -> None:
     runtime = {"device": "cpu", "env": [{"name": "HF_ENDPOINT", "value": hub}]}
     wanted = {
         "model": {"uri": f"hf://{MODEL}", "endpoint": hub},
@@ -150,4 +154,3 @@ def test_a_model_is_prefetched_for_a_service_without_pods(caches: None, kube: Ku
     assert deliveries(kube) == before
     kube.run("delete", "infsvc", "later", "--timeout=60s")
     kube.run("delete", "modelcache", name, "--timeout=120s", timeout_seconds=150)
-    kube.run("delete", "pod", "hub", "--grace-period=0", "--force")

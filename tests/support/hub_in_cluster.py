@@ -1,6 +1,8 @@
 """The fake hub as a pod of a cluster, with the demo model as skiff/demo."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -22,8 +24,12 @@ _COUNT: Final = (
 )
 
 
-def start_hub(kube: Kube) -> str:
-    """Start the pod and return the hub's URL; its Service is headless, for it sends clients on to a second port."""
+@contextmanager
+def running_hub(kube: Kube) -> Iterator[str]:
+    """Run the hub and yield its URL; its pod, and with it the count of downloads, is gone afterwards.
+
+    The Service is headless, for the hub sends clients on to a second port.
+    """
     kube.apply(
         {
             "apiVersion": "v1",
@@ -66,8 +72,16 @@ def start_hub(kube: Kube) -> str:
             },
         },
     )
-    kube.run("wait", "--for=condition=Ready", "pod/hub", "--timeout=120s", timeout_seconds=150)
-    return f"http://hub.{kube.namespace}.svc.cluster.local:{PORT}"
+    try:
+        kube.run("wait", "--for=condition=Ready", "pod/hub", "--timeout=120s", timeout_seconds=150)
+        yield f"http://hub.{kube.namespace}.svc.cluster.local:{PORT}"
+    finally:
+        stop_hub(kube)
+
+
+def stop_hub(kube: Kube) -> None:
+    """Delete the hub's pod at once, if it is there."""
+    kube.run("delete", "pod", "hub", "--grace-period=0", "--force", "--ignore-not-found")
 
 
 def deliveries(kube: Kube) -> dict[str, int]:
