@@ -18,8 +18,9 @@ RATE: Final = 6.0
 STREAMS_PER_ROUTER: Final = 4
 STREAM_SECONDS: Final = 25
 KILL_AFTER_SECONDS: Final = 8
-NOTICE_SECONDS: Final = 5.0
-"""Time in which a client notices the end of a router's process."""
+NOTICE_SECONDS: Final = 20.0
+"""Time in which clients notice the end of a router's process by its closed connections, which a busy kubelet may kill late; their
+own timeout of 30 s would show nothing."""
 
 STREAMS = """
 import asyncio, json, sys, time
@@ -155,7 +156,7 @@ def test_routers_killed_one_after_the_other_end_only_their_own_streams(
         for at, error in dead["errors"]:
             assert error, "a client sees why its stream ended"
             # Clocks of the test and of the client's node may differ by a little.
-            assert -2 < at - killed_at < NOTICE_SECONDS + 2, (at - killed_at, error)
+            assert -2 < at - killed_at < NOTICE_SECONDS, (at - killed_at, error)
 
 
 def test_rollout_of_the_routers_loses_no_request(kube: Kube, operator: Kube, routed: str) -> None:

@@ -1,9 +1,9 @@
 """LoRA adapters by name: the values of ``--lora``, and the rules for names."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Final, NamedTuple
 
-from skiff_runtime.errors import ConfigError
+from skiff_runtime.errors import ConfigError, InvalidRequest
 
 MAX_ADAPTERS: Final = 4096
 """Most adapters that a service has at a time."""
@@ -29,6 +29,27 @@ def find_name_fault(name: str) -> str | None:
     if "," in name or not name.isprintable() or name != name.strip():
         return "it must consist of printable characters other than commas, without blanks at its ends"
     return None
+
+
+def check_new_adapter(name: str, *, model: str, loaded: Container[str], count: int, replaces: bool) -> None:
+    """Check that an adapter called ``name`` can be loaded beside the ``count`` adapters that there are.
+
+    ``loaded``: the names that are taken; with ``replaces``, the new adapter may take one of them over.
+
+    Raises:
+        InvalidRequest: It cannot; ``param`` is "lora_name" where another name would help.
+    """
+    if (fault := find_name_fault(name)) is not None:
+        raise InvalidRequest(f"the name cannot be used: {fault}", param="lora_name")
+    if name == model:
+        raise InvalidRequest(f"{name!r} is the name of the served model", param="lora_name")
+    if name in loaded and not replaces:
+        raise InvalidRequest(
+            f"the adapter {name!r} is loaded already; set load_inplace to true to replace it",
+            param="lora_name",
+        )
+    if count >= MAX_ADAPTERS:
+        raise InvalidRequest(f"{MAX_ADAPTERS} adapters are loaded; unload some first")
 
 
 def parse_adapters(values: Sequence[str]) -> tuple[NamedAdapter, ...]:

@@ -18,6 +18,7 @@ from skiff_runtime.messages import (
     CompiledGrammar,
     GenerateRequest,
     Grammar,
+    LoadAdapter,
     PhaseReport,
     ProcessFailed,
     ProfileSteps,
@@ -25,6 +26,7 @@ from skiff_runtime.messages import (
     StepStats,
     TokenBatch,
     ToSupervisor,
+    UnloadAdapter,
 )
 from skiff_runtime.messages.transport import Endpoints, Receiver, Sender
 from skiff_runtime.models.config import ModelConfig
@@ -86,7 +88,9 @@ class EngineClient:
             self._poller.poll(int(POLL_SECONDS * 1000))
             self._check_ranks()
 
-    def send(self, message: GenerateRequest | AbortRequest | ProfileSteps) -> None:
+    def send(
+        self, message: GenerateRequest | AbortRequest | ProfileSteps | LoadAdapter | UnloadAdapter
+    ) -> None:
         """Send a message to rank 0."""
         self._rank0.send(message)
 

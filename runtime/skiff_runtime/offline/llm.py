@@ -7,6 +7,11 @@
             print(delta.text, end="")
         [query, document] = llm.embed(["What is a pod?", "A pod is a group of containers."])
 
+LoRA adapters are loaded at the start (``lora``) or later (``load_lora_adapter``), and chosen by name for each prompt:
+
+    with LLM("demo://", lora=("sql=hf://org/sql-adapter",)) as llm:
+        [adapted, plain] = llm.generate(["SELECT", "SELECT"], lora=["sql", None])
+
 The caller's process tokenizes and detokenizes, by the same code as a server's processes.
 An ``LLM`` may be used by one thread at a time. The thread that creates it must outlive it, for its ranks end with it.
 """
@@ -40,6 +45,7 @@ from skiff_runtime.messages import (
 from skiff_runtime.models.embedding_config import Vector, cut_vector
 from skiff_runtime.models.scoring import Scorer, choose_rerank_template
 from skiff_runtime.offline.engine_client import EngineClient
+from skiff_runtime.offline.lora_adapters import LoraAdapters, LoraChoice
 from skiff_runtime.offline.outputs import Completion, CompletionBuilder, CompletionDelta
 from skiff_runtime.offline.request_tracker import RequestTracker
 from skiff_runtime.offline.sampling_params import SamplingParams
@@ -63,8 +69,9 @@ class LLM:
 
         Raises:
             ConfigError: an option is unknown or malformed.
+            ConfigError: an adapter of the option ``lora`` is missing or cannot be served.
             ModelError: the model's files are missing or not supported.
-            FetchError: an ``hf://`` model cannot be downloaded.
+            FetchError: an ``hf://`` model or adapter cannot be downloaded.
             StartupError: a rank has failed to start.
         """
         _check_option_names(options)
@@ -76,13 +83,15 @@ class LLM:
             self._prompt_builder = load_prompt_builder(self._engine.launch)
             detokenizer = Detokenizer(load_decoder(self._engine.launch))
             self._engine.wait_ready()
+            max_requests = config.running_limit + max(1, config.max_queued_requests)
+            self._tracker = RequestTracker(
+                self._engine, detokenizer, max_requests=max_requests, max_tokens=config.max_queued_tokens
+            )
+            self._adapters = LoraAdapters(config, self._tracker)
+            self._adapters.load_configured()
         except BaseException:
             self._engine.close()
             raise
-        max_requests = config.running_limit + max(1, config.max_queued_requests)
-        self._tracker = RequestTracker(
-            self._engine, detokenizer, max_requests=max_requests, max_tokens=config.max_queued_tokens
-        )
         self._next_uid = 0
 
     def generate(
@@ -90,6 +99,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        lora: LoraChoice = None,
         progress: bool = False,
         on_progress: OnProgress | None = None,
         **options: Any,
@@ -99,6 +109,7 @@ class LLM:
         Args:
             prompts: one prompt, or several.
             sampling_params: one for all prompts, or one for each.
+            lora: the name of a loaded LoRA adapter for all prompts, or one for each; None is the model itself.
             progress: show a progress bar in a terminal.
             on_progress: called after each step with the number of tokens that it has generated.
             options: single fields of ``SamplingParams``, which override those of ``sampling_params``.
@@ -108,13 +119,19 @@ class LLM:
             SkiffError: the engine has failed.
         """
         listed = _as_list(prompts)
-        requests = self._make_requests([*listed], _one_per_prompt(sampling_params, len(listed), options))
+        params = _one_per_prompt(sampling_params, len(listed), options)
+        requests = self._make_requests([*listed], params, self._adapters.find_each(lora, len(listed)))
         return self._run(requests, progress, on_progress)
 
     def chat(
-        self, messages: Sequence[Message], sampling_params: SamplingParams | None = None, **options: Any
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        *,
+        lora: str | None = None,
+        **options: Any,
     ) -> Completion:
-        """Complete one conversation, rendered with the model's chat template.
+        """Complete one conversation, rendered with the model's chat template, by the model or the adapter ``lora``.
 
         ``options`` override single fields of ``sampling_params``. They may also contain ``continue_final_message``,
         ``tools`` (OpenAI's tool objects) and ``template_options`` (variables of the template). Errors as those of
@@ -124,22 +141,26 @@ class LLM:
         [chosen] = _one_per_prompt(sampling_params, 1, rest)
         if chosen.n != 1:
             raise InvalidRequest("chat returns one completion; for n of them, use stream", param="n")
-        return self._run(self._make_requests([prompt], [chosen]), progress=False, on_progress=None)[0]
+        requests = self._make_requests([prompt], [chosen], [self._adapters.find(lora)])
+        return self._run(requests, progress=False, on_progress=None)[0]
 
     def stream(
         self,
         prompt: Prompt | Sequence[Message],
         sampling_params: SamplingParams | None = None,
+        *,
+        lora: str | None = None,
         **options: Any,
     ) -> Generator[CompletionDelta, None, None]:
-        """Yield the completions of one prompt or conversation in deltas, step by step.
+        """Yield the completions of one prompt or conversation in deltas, step by step, by the model or the adapter ``lora``.
 
         A delta's ``index`` is that of its completion among the ``n``. Closing the generator, or leaving a loop over
         it, aborts the request. Errors as those of ``generate``; an invalid prompt raises at once, not at the first
         delta.
         """
         chosen, rest = _as_prompt(prompt, options)
-        return self._stream_deltas(self._make_requests([chosen], _one_per_prompt(sampling_params, 1, rest)))
+        params = _one_per_prompt(sampling_params, 1, rest)
+        return self._stream_deltas(self._make_requests([chosen], params, [self._adapters.find(lora)]))
 
     def embed(
         self,
@@ -148,6 +169,7 @@ class LLM:
         dimensions: int | None = None,
         normalize: bool | None = None,
         prompt_name: str | None = None,
+        lora: str | None = None,
     ) -> list[Vector]:
         """Return the embedding of each input, a text or token ids, as float32[size].
 
@@ -157,6 +179,7 @@ class LLM:
             normalize: scale the vectors to length 1 (default: as the model's sentence-transformers files say; True
                 without these).
             prompt_name: the model's prompt that precedes each text, such as "query" (default: the model's default).
+            lora: the name of a loaded LoRA adapter; None is the model itself.
 
         Raises:
             RequestError: an input or option cannot be served; raised before anything is computed.
@@ -165,17 +188,22 @@ class LLM:
         embedding = self._embedding
         size = embedding.check_dimensions(dimensions)
         prompts = [embedding.add_prompt(each, prompt_name) for each in _as_list(inputs)]
-        vectors = self._pool(prompts, embedding.make_pooling_spec())
+        vectors = self._pool(prompts, embedding.make_pooling_spec(), adapter_id=self._adapters.find(lora))
         chosen = embedding.normalize if normalize is None else normalize
         return [cut_vector(vector, size, normalize=chosen) for vector in vectors]
 
     def score(
-        self, query: str | Sequence[str], documents: str | Sequence[str], *, instruct: str | None = None
+        self,
+        query: str | Sequence[str],
+        documents: str | Sequence[str],
+        *,
+        instruct: str | None = None,
+        lora: str | None = None,
     ) -> list[float]:
         """Return the score of the query with each document; of several queries, that of each with its document.
 
         A reranker returns the probability that the document answers the query, under the task ``instruct``; any other
-        model the cosine similarity of embeddings. Errors as those of ``embed``.
+        model the cosine similarity of embeddings. ``lora`` and errors as those of ``embed``.
         """
         queries = [query] if isinstance(query, str) else [*query]
         texts = [documents] if isinstance(documents, str) else [*documents]
@@ -184,7 +212,10 @@ class LLM:
         scorer = Scorer.make(self._rerank_template, instruct, num_first=len(queries), count=len(texts))
         pooling = scorer.pooling or self._embedding.make_pooling_spec()
         prompts = scorer.make_prompts(queries, texts, self._embedding)
-        vectors = self._pool(prompts, pooling, add_special_tokens=scorer.template is None)
+        adapter_id = self._adapters.find(lora)
+        vectors = self._pool(
+            prompts, pooling, adapter_id=adapter_id, add_special_tokens=scorer.template is None
+        )
         return scorer.compute_scores(vectors)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -196,6 +227,27 @@ class LLM:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids, special tokens included. Raises RequestError for ids out of vocabulary."""
         return self._prompt_builder.encoder.decode([*token_ids])
+
+    def load_lora_adapter(self, name: str, uri: str, *, load_inplace: bool = False) -> None:
+        """Load a LoRA adapter, as peft writes them, which calls may choose by its name from now on.
+
+        Args:
+            name: not that of the model.
+            uri: a directory, or a URI as of a model, from which it is downloaded if needed.
+            load_inplace: it may replace an adapter of the same name, whose open streams go on.
+
+        Raises:
+            InvalidRequest: the name cannot be used or is taken, the adapter cannot be served, or the LLM has been created
+                without ``enable_lora``.
+            ConfigError: there is no adapter at the URI.
+            FetchError: it cannot be downloaded.
+            Unavailable: a rank has ended or hangs.
+        """
+        self._adapters.load(name, uri, replaces=load_inplace)
+
+    def unload_lora_adapter(self, name: str) -> None:
+        """Unload a LoRA adapter; streams that have begun go on. Raises ModelNotFound if there is none of this name."""
+        self._adapters.unload(name)
 
     def watch_steps(self, on_step: Callable[[StepStats], None]) -> None:
         """Call ``on_step`` with the statistics of each step from now on, as calls of this LLM receive them."""
@@ -222,7 +274,10 @@ class LLM:
         self.close()
 
     def _make_requests(
-        self, prompts: list[Prompt | ChatPrompt], sampling_params: list[SamplingParams]
+        self,
+        prompts: list[Prompt | ChatPrompt],
+        sampling_params: list[SamplingParams],
+        adapter_ids: list[int],
     ) -> list[GenerateRequest]:
         """Tokenize the prompts and return ``n`` requests for each, with consecutive uids."""
         if self._model.embedding_only:
@@ -231,13 +286,14 @@ class LLM:
                 code="model_not_generative",
             )
         requests: list[GenerateRequest] = []
-        for prompt, params in zip(prompts, sampling_params, strict=True):
+        for prompt, params, adapter_id in zip(prompts, sampling_params, adapter_ids, strict=True):
             request = self._prompt_builder.build(
                 TokenizeRequest(
                     uid=self._next_uid + len(requests),
                     prompt=prompt,
                     sampling=params.to_spec(self._model),
                     text=params.to_text_options(),
+                    adapter_id=adapter_id,
                 )
             )
             grammar = params.to_grammar()
@@ -248,7 +304,12 @@ class LLM:
         return requests
 
     def _pool(
-        self, prompts: Sequence[Prompt], pooling: PoolingSpec, *, add_special_tokens: bool = True
+        self,
+        prompts: Sequence[Prompt],
+        pooling: PoolingSpec,
+        *,
+        adapter_id: int,
+        add_special_tokens: bool = True,
     ) -> list[Vector]:
         """Return the vector of each prompt."""
         requests = [
@@ -260,6 +321,7 @@ class LLM:
                     text=TextOptions(),
                     pooling=pooling,
                     options=PromptOptions(add_special_tokens=add_special_tokens),
+                    adapter_id=adapter_id,
                 )
             )
             for number, prompt in enumerate(prompts)

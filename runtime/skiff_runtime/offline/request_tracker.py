@@ -6,7 +6,18 @@ from collections.abc import Generator, Iterator
 import numpy as np
 
 from skiff_runtime.errors import RequestError
-from skiff_runtime.messages import AbortRequest, FinishReason, GenerateRequest, RequestFailed, TextBatch, Wire
+from skiff_runtime.messages import (
+    AbortRequest,
+    AdapterLoaded,
+    AdapterRefused,
+    FinishReason,
+    GenerateRequest,
+    LoadAdapter,
+    RequestFailed,
+    TextBatch,
+    UnloadAdapter,
+    Wire,
+)
 from skiff_runtime.offline.engine_client import EngineClient
 from skiff_runtime.offline.outputs import CompletionDelta, final_delta, to_token_logprob
 from skiff_runtime.tokenizer.detokenizer import Detokenizer
@@ -22,6 +33,7 @@ class _Call:
         self.running: set[int] = set()
         self.deltas: list[CompletionDelta] = []
         self.failure: RequestError | None = None
+        self.adapter_ids = frozenset(each.adapter_id for each in requests)
 
 
 class RequestTracker:
@@ -42,6 +54,11 @@ class RequestTracker:
         self._calls: dict[int, _Call] = {}
         self._prompt_lengths: dict[int, int] = {}
         self._prompt_tokens = 0
+        self._open_calls: list[_Call] = []
+        self._loading_adapter = 0
+        self._adapter_reply: AdapterLoaded | AdapterRefused | None = None
+        self._leaving_adapters: list[int] = []
+        """Unloaded adapters that an open call still uses."""
 
     @property
     def num_in_flight(self) -> int:
@@ -60,6 +77,7 @@ class RequestTracker:
         if not requests:
             return
         call = _Call(requests)
+        self._open_calls.append(call)
         try:
             while call.unfinished:
                 self._submit(call)
@@ -73,6 +91,37 @@ class RequestTracker:
                     yield deltas
         finally:
             self._abort(call)
+            self._open_calls.remove(call)
+            self._forget_unused_adapters()
+
+    def load_adapter(self, adapter_id: int, name: str, path: str) -> AdapterLoaded | AdapterRefused:
+        """Have the ranks read the LoRA adapter in the directory ``path``, and return their reply; open calls go on meanwhile.
+
+        Raises:
+            Unavailable: a rank has ended or hangs.
+        """
+        self._loading_adapter, self._adapter_reply = adapter_id, None
+        self._engine.send(LoadAdapter(uid=adapter_id, adapter_id=adapter_id, name=name, path=path))
+        try:
+            while self._adapter_reply is None:
+                self._process_step()
+        except KeyboardInterrupt:
+            self._engine.send(UnloadAdapter(adapter_id))  # a late success would leave it in memory
+            raise
+        finally:
+            self._loading_adapter = 0
+        return self._adapter_reply
+
+    def unload_adapter(self, adapter_id: int) -> None:
+        """Have the ranks forget an adapter, at once or when the last open call that uses it has ended."""
+        self._leaving_adapters.append(adapter_id)
+        self._forget_unused_adapters()
+
+    def _forget_unused_adapters(self) -> None:
+        for adapter_id in [*self._leaving_adapters]:
+            if not any(adapter_id in call.adapter_ids for call in self._open_calls):
+                self._leaving_adapters.remove(adapter_id)
+                self._engine.send(UnloadAdapter(adapter_id))
 
     def _submit(self, call: _Call) -> None:
         """Send as many of the call's waiting requests as there is room for."""
@@ -106,6 +155,9 @@ class RequestTracker:
             call = self._forget(failed.uid)
             if call is not None:
                 call.failure = call.failure or _to_error(failed)
+        for reply in batch.adapters:
+            if reply.adapter_id == self._loading_adapter:
+                self._adapter_reply = reply
         # The log-probabilities of a prompt come before the first token of its completion.
         self._add_prompt_logprobs(batch)
         for pooled in batch.pooled:

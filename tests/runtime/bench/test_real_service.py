@@ -135,6 +135,22 @@ def test_offline_measures_rounds_and_dumps_their_requests(model: Path, tmp_path:
     assert "of the roofline" in done.stdout
 
 
+def test_offline_cycles_adapters_through_fewer_slots(model: Path, tmp_path: Path) -> None:
+    output, dump = tmp_path / "offline.json", tmp_path / "workload.json"
+    load = ["--num-prompts", "12", "--input-len", "4:20", "--output-len", "3", "--rounds", "1"]
+    lora = ["--lora-adapters", "6", "--max-loras", "2", "--max-cpu-loras", "3", "--max-lora-rank", "4"]
+    files = ["--output-json", str(output), "--dump-workload", str(dump), "--no-roofline"]
+    done = skiff("bench", "offline", "--model", str(model), *SMALL, *load, *lora, *files)
+    assert done.returncode == 0, done.stderr
+    assert figures(output)["rounds"][0]["output_tokens"] == 36
+    assert figures(output)["lora_adapters"] == 6
+    assert "6 LoRA adapters, 2 slots" in done.stdout
+    directories = {Path(each.partition("=")[2]) for each in figures(output)["config"]["lora"]}
+    assert len(directories) == 2 and not any(each.exists() for each in directories)
+    done = skiff("bench", "offline", "--model", str(model), *load, *lora, "--lora-rank", "8", "--no-roofline")
+    assert done.returncode == 2 and "--lora-rank 8 exceeds --max-lora-rank (4)" in done.stderr
+
+
 def test_offline_hits_shared_prefixes_and_profiles_steps(tmp_path: Path) -> None:
     output, trace = tmp_path / "offline.json", tmp_path / "trace.json.gz"
     shared = [

@@ -9,7 +9,7 @@ from skiff_runtime.api.dispatch.dispatcher import Dispatcher
 from skiff_runtime.api.dispatch.rpc import RpcClient
 from skiff_runtime.api.formats.served_model import ServedModel
 from skiff_runtime.config import Config
-from skiff_runtime.config.adapters import MAX_ADAPTERS, find_name_fault
+from skiff_runtime.config.adapters import check_new_adapter
 from skiff_runtime.errors import (
     ConfigError,
     FetchError,
@@ -120,19 +120,15 @@ class AdapterManager:
     def _check_load(self, name: str, *, in_place: bool) -> None:
         if not self._config.enable_lora:
             raise InvalidRequest("this service has no adapters; start it with --enable-lora")
-        if (fault := find_name_fault(name)) is not None:
-            raise InvalidRequest(f"the name cannot be used: {fault}", param="lora_name")
-        if name == self._model.name:
-            raise InvalidRequest(f"{name!r} is the name of the served model", param="lora_name")
         if name in self._loading:
             raise InvalidRequest(f"the adapter {name!r} is being loaded already", param="lora_name")
-        if name in self._model.adapters and not in_place:
-            raise InvalidRequest(
-                f'the adapter {name!r} is loaded already; send "load_inplace": true to replace it',
-                param="lora_name",
-            )
-        if len(self._names) + len(self._loading) >= MAX_ADAPTERS:
-            raise InvalidRequest(f"{MAX_ADAPTERS} adapters are loaded; unload some first")
+        check_new_adapter(
+            name,
+            model=self._model.name,
+            loaded=self._model.adapters,
+            count=len(self._names) + len(self._loading),
+            replaces=in_place,
+        )
         if len(self._loading) >= MAX_CONCURRENT_LOADS:
             raise QueueFull(
                 f"{MAX_CONCURRENT_LOADS} adapters are being loaded; retry shortly",

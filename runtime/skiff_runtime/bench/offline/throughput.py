@@ -3,8 +3,10 @@
 import argparse
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Final
@@ -15,6 +17,7 @@ import numpy as np
 from skiff_runtime import log
 from skiff_runtime.bench.flag_types import LengthRange, natural_float, natural_int, positive_int
 from skiff_runtime.bench.offline.profile_breakdown import Breakdown, break_down, read_trace
+from skiff_runtime.bench.offline.random_adapters import write_random_adapters
 from skiff_runtime.bench.offline.roofline import (
     DevicePeaks,
     RooflineTime,
@@ -27,6 +30,7 @@ from skiff_runtime.bench.offline.throughput_report import collect_figures, show_
 from skiff_runtime.bench.report import write_json
 from skiff_runtime.bench.workload import PrefixGroups, SampleRequest
 from skiff_runtime.config import Config
+from skiff_runtime.config.adapters import MAX_ADAPTERS, parse_adapters
 from skiff_runtime.config.arguments import add_config_arguments, add_renamed_flags, build_config
 from skiff_runtime.contract import EXIT_OK
 from skiff_runtime.errors import ConfigError, SkiffError
@@ -47,6 +51,10 @@ first of several rounds is a warm-up: it is shown, but not counted.
 The roofline is the least time that the workload could take at the device's peak rates of
 copies and matrix products, which are measured first, in a process of their own.
 
+With LoRA adapters, requests choose them in turn: those of --lora, and --lora-adapters with
+random weights. --enable-lora without any shows what a service pays for adapters that no
+request uses. The roofline is that of the model without adapters.
+
 --dump-workload writes the requests of all rounds, so that another engine can run the same
 ones. The seed determines them: the same flags give the same file.
 
@@ -54,6 +62,7 @@ examples:
   skiff bench offline --model hf://Qwen/Qwen3-0.6B --max-model-len 4096 --max-num-batched-tokens 16384
   skiff bench offline --model shape://qwen3-14b --load-format dummy --rounds 3
   skiff bench offline --model shape://llama-3.1-8b --load-format dummy --dataset-name generated-shared-prefix
+  skiff bench offline --model shape://llama-3.1-8b --load-format dummy --lora-adapters 16 --max-loras 16
   skiff bench offline --num-prompts 16 --input-len 10:100 --output-len 10:100     on a CPU
 """
 RANDOM: Final = "random"
@@ -146,6 +155,17 @@ def _add_workload(group: "argparse._ArgumentGroup") -> None:
             help=f"generated-shared-prefix: {text} (default: {default})",
         )
     group.add_argument(
+        "--lora-adapters",
+        type=natural_int,
+        default=0,
+        metavar="N",
+        help="number of LoRA adapters with random weights; all above --max-loras have the weights of one before "
+        "(default: %(default)s)",
+    )
+    group.add_argument(
+        "--lora-rank", type=positive_int, metavar="R", help="their rank (default: --max-lora-rank)"
+    )
+    group.add_argument(
         "--rounds",
         type=positive_int,
         default=3,
@@ -180,7 +200,14 @@ def run(arguments: argparse.Namespace) -> int:
     rounds_of_samples = [workload.draw_round() for _ in range(arguments.rounds)]
     if arguments.dump_workload is not None:
         _dump_workload(arguments.dump_workload, rounds_of_samples)
-    bench = Bench(resolved, model, arguments, workload, _measure_peaks(resolved, model, arguments))
+    peaks = _measure_peaks(resolved, model, arguments)
+    with _with_adapters(config, model, arguments) as config:
+        resolved = replace(resolved, lora=config.lora, enable_lora=config.enable_lora)
+        return _run_bench(config, Bench(resolved, model, arguments, workload, peaks), rounds_of_samples)
+
+
+def _run_bench(config: Config, bench: Bench, rounds_of_samples: list[list[SampleRequest]]) -> int:
+    arguments = bench.arguments
     with LLM(**asdict(config), on_phase=_log_phases()) as llm:
         rounds = [
             _run_round(llm, bench, samples, f"round {number}")
@@ -192,6 +219,28 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.output_json is not None:
         write_json(arguments.output_json, figures)
     return EXIT_OK
+
+
+@contextmanager
+def _with_adapters(config: Config, model: ModelConfig, arguments: argparse.Namespace) -> Iterator[Config]:
+    """Yield the configuration with the adapters of ``--lora-adapters``, whose files exist until the end.
+
+    Raises:
+        ConfigError: There are too many of them, or their rank is too large.
+    """
+    count, rank = arguments.lora_adapters, arguments.lora_rank or config.max_lora_rank
+    if not count:
+        yield config
+        return
+    if count > MAX_ADAPTERS:
+        raise ConfigError(f"--lora-adapters {count}: at most {MAX_ADAPTERS} adapters can be loaded")
+    if rank > config.max_lora_rank:
+        raise ConfigError(f"--lora-rank {rank} exceeds --max-lora-rank ({config.max_lora_rank})")
+    with tempfile.TemporaryDirectory(prefix="skiff-bench-lora-") as directory:
+        distinct = min(count, config.max_loras)
+        paths = write_random_adapters(Path(directory), model, count=distinct, rank=rank, seed=arguments.seed)
+        named = (f"random-{number}={paths[number % distinct]}" for number in range(count))
+        yield replace(config, lora=(*config.lora, *named), enable_lora=True)
 
 
 def _make_workload(arguments: argparse.Namespace, config: Config, model: ModelConfig) -> Workload:
@@ -288,13 +337,24 @@ def _run_round(
         started = time.perf_counter()
         prompts = [token_ids(each) for each in samples]
         sampling_params = _make_sampling_params(samples, bench.arguments)
-        completions = llm.generate(prompts, sampling_params, on_progress=count_tokens)
+        completions = llm.generate(
+            prompts,
+            sampling_params,
+            lora=_choose_adapters(bench.config, len(samples)),
+            on_progress=count_tokens,
+        )
         seconds = time.perf_counter() - started
     output = sum(len(each.token_ids) for each in completions)
     if output != expected:
         raise SkiffError(f"{title}: {output} tokens were generated instead of {expected}")
     roofline = _estimate_roofline(bench, samples)
     return Round(seconds, sum(each.prompt_tokens for each in completions), output, steps, roofline)
+
+
+def _choose_adapters(config: Config, count: int) -> list[str] | None:
+    """Return the adapter of each of ``count`` requests, which choose them in turn; None without adapters."""
+    names = [each.name for each in parse_adapters(config.lora)]
+    return [names[number % len(names)] for number in range(count)] if names else None
 
 
 def _estimate_roofline(bench: Bench, samples: list[SampleRequest]) -> RooflineTime | None:

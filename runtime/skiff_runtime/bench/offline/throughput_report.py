@@ -25,6 +25,7 @@ def collect_figures(bench: Bench, rounds: Sequence[Round], breakdown: Breakdown 
         "output_len": str(outputs),
         "temperature": arguments.temperature,
         "seed": arguments.seed,
+        "lora_adapters": len(bench.config.lora),
         "config": bench.config.public_fields(),
         "rounds": [_round_figures(each) for each in rounds],
         "output_tokens_per_second": sum(each.output_tokens for each in counted) / seconds,
@@ -47,6 +48,8 @@ def show_results(rounds: Sequence[Round], figures: Figures, breakdown: Breakdown
     if breakdown is not None:
         _show_breakdown(console, breakdown)
     line = f"{figures['output_tokens_per_second']:,.1f} output tokens per second"
+    if figures["config"]["enable_lora"]:
+        line += f", {figures['lora_adapters']} LoRA adapters, {figures['config']['max_loras']} slots"
     if figures["roofline_ratio"] is not None:
         line += f", {figures['roofline_ratio']:.0%} of the roofline"
     console.print(line)
