@@ -65,11 +65,11 @@ class LLM:
     def __init__(
         self, model: str = "demo://", *, on_phase: Callable[[str, str], None] | None = None, **options: Any
     ) -> None:
-        """Load the model. ``on_phase(process, phase)`` is called at each start phase of a rank.
+        """Load the model. ``on_phase(process, phase)`` is called at each start phase of a rank, and before
+        adapters are loaded.
 
         Raises:
-            ConfigError: an option is unknown or malformed.
-            ConfigError: an adapter of the option ``lora`` is missing or cannot be served.
+            ConfigError: an option is unknown or malformed, or an adapter of ``lora`` is missing or cannot be served.
             ModelError: the model's files are missing or not supported.
             FetchError: an ``hf://`` model or adapter cannot be downloaded.
             StartupError: a rank has failed to start.
@@ -88,6 +88,8 @@ class LLM:
                 self._engine, detokenizer, max_requests=max_requests, max_tokens=config.max_queued_tokens
             )
             self._adapters = LoraAdapters(config, self._tracker)
+            if config.lora and on_phase is not None:
+                on_phase("llm", "adapters")
             self._adapters.load_configured()
         except BaseException:
             self._engine.close()

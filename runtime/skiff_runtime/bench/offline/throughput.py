@@ -202,7 +202,7 @@ def run(arguments: argparse.Namespace) -> int:
         _dump_workload(arguments.dump_workload, rounds_of_samples)
     peaks = _measure_peaks(resolved, model, arguments)
     with _with_adapters(config, model, arguments) as config:
-        resolved = replace(resolved, lora=config.lora, enable_lora=config.enable_lora)
+        resolved = replace(resolved, lora=config.lora, enable_lora=resolved.enable_lora or bool(config.lora))
         return _run_bench(config, Bench(resolved, model, arguments, workload, peaks), rounds_of_samples)
 
 
