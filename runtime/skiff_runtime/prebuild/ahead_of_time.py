@@ -4,6 +4,7 @@ It needs no GPU. The tensors are torch's fake ones, so only shapes, dtypes and a
 driver compiles for a given architecture and launches nothing.
 """
 
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -16,12 +17,18 @@ from skiff_runtime.distributed.tensor_parallel import DetachedRank
 from skiff_runtime.engine.decode_graph import DecodeGraphRunner
 from skiff_runtime.engine.forward_pass import ForwardPass
 from skiff_runtime.engine.input_batch import SlotTables
-from skiff_runtime.engine.model_runner import effective_max_model_len, make_kv_layout, make_layer_context
+from skiff_runtime.engine.model_runner import (
+    effective_max_model_len,
+    make_kv_layout,
+    make_layer_context,
+    make_lora_state,
+)
 from skiff_runtime.engine.sampler import Sampler
 from skiff_runtime.kernels.penalties import apply_penalties
 from skiff_runtime.kernels.prepare_inputs import prepare_inputs
 from skiff_runtime.kernels.sampling import sample_tokens
 from skiff_runtime.kernels.shared_prefixes import SharedPrefixes, packed_size, unpack_shared_prefixes
+from skiff_runtime.kernels.step_inputs import StepInputs
 from skiff_runtime.kernels.token_bitmask import apply_token_bitmask, bitmask_words
 from skiff_runtime.kernels.torch_internals import FakeTensorMode
 from skiff_runtime.kernels.triton.attention.decode_attention import find_row_counts_by_variant
@@ -56,6 +63,9 @@ def compile_ahead_of_time(config: Config, model: ModelConfig, architecture: int)
                 rank.decode_graphs.compute(part)
         for decode_rows, tokens in (*MIXED_BATCHES, *_list_expert_batches(config, model)):
             rank.run_mixed(min(decode_rows, config.running_limit), tokens)
+        if config.enable_lora:
+            for tokens in _list_powers_of_two(config.max_num_batched_tokens):
+                rank.run_adapters(tokens)
         rank.sum_messages()
         rank.run_without_peers()
         for shared in (False, True):
@@ -68,7 +78,11 @@ def _list_expert_batches(config: Config, model: ModelConfig) -> list[tuple[int, 
     """Return mixed batches like ``MIXED_BATCHES`` of all powers of two, because the kernels of experts differ by the number of tokens."""
     if model.moe is None:
         return []
-    return [(0, 1 << exponent) for exponent in range(config.max_num_batched_tokens.bit_length())]
+    return [(0, tokens) for tokens in _list_powers_of_two(config.max_num_batched_tokens)]
+
+
+def _list_powers_of_two(limit: int) -> list[int]:
+    return [1 << exponent for exponent in range(limit.bit_length())]
 
 
 class _FakeRank:
@@ -78,7 +92,8 @@ class _FakeRank:
         self._device = torch.device("cuda", 0)
         max_model_len, tp_size = effective_max_model_len(config, model), config.tp_size
         self._group = DetachedRank(0, tp_size, self._device)
-        context = make_layer_context(config, model, self._group)
+        lora = make_lora_state(config, self._device)
+        context = replace(make_layer_context(config, model, self._group), lora=lora)
         self._dtype = context.dtype
         self._norms = [
             QuantizingRMSNorm(model.hidden_size, model.rms_norm_eps, each)
@@ -100,6 +115,12 @@ class _FakeRank:
         cpu = torch.device("cpu")  # no staging buffers: pinned memory needs a driver
         self._tables = SlotTables(config.max_running_requests, max_model_len, config.page_size, cpu)
         self._tables.enable_shared_prefix(0 if config.disable_cascade_attn else backend.shared_prefix_rows)
+        if config.enable_lora:
+            self._tables.enable_lora()
+            assert self._tables.lora_slots is not None
+            self._tables.lora_slots = self._tables.lora_slots.to(
+                self._device
+            )  # torch's own operations read it
         self._sampler = Sampler(self._tables.padding_slot + 1, cpu, built.vocab_shard)
         self.decode_graphs = DecodeGraphRunner(
             self._pass, self._tables, self._sampler, rows=config.running_limit
@@ -119,6 +140,22 @@ class _FakeRank:
 
     def run_mixed(self, decode_rows: int, tokens: int, *, shared: bool = False) -> None:
         """Run a mixed batch of decode rows and one prefill row of ``tokens`` tokens."""
+        inputs, attention = self._make_batch(decode_rows, tokens, shared=shared)
+        rows = attention.rows
+        sampled = torch.empty((3, decode_rows + 1), dtype=torch.int32, device=self._device)
+        logits = self._pass.logits(self._pass.forward_selected(inputs, attention, sampled[0]))
+        self.sample(logits, sampled)
+        gather_pages(self._tables.page_table, rows[0, decode_rows:], rows[0], total=1)
+
+    def run_adapters(self, tokens: int) -> None:
+        """Run a prefill row of ``tokens`` tokens that have LoRA adapters."""
+        inputs, attention = self._make_batch(0, tokens, shared=False)
+        slots = torch.empty(tokens, dtype=torch.int32, device=self._device)
+        self._pass.forward(inputs, attention, slots)
+
+    def _make_batch(
+        self, decode_rows: int, tokens: int, *, shared: bool
+    ) -> tuple[StepInputs, AttentionBatch]:
         lengths = np.array([1] * decode_rows + [tokens], dtype=np.int32)
         tables, count = self._tables, decode_rows + 1
         rows = torch.empty((4, count), dtype=torch.int32, device=self._device)
@@ -140,10 +177,7 @@ class _FakeRank:
             block_table=None,
             shared_prefixes=self._shared_prefixes(decode_rows) if shared else None,
         )
-        sampled = torch.empty((3, count), dtype=torch.int32, device=self._device)
-        logits = self._pass.logits(self._pass.forward_selected(inputs, attention, sampled[0]))
-        self.sample(logits, sampled)
-        gather_pages(tables.page_table, rows[0, decode_rows:], rows[0], total=1)
+        return inputs, attention
 
     def sum_messages(self) -> None:
         """Sum messages of every size for which there is a kernel, alone and fused with the norm."""
@@ -180,3 +214,5 @@ class _FakeRank:
         apply_token_bitmask(own, indices, masks)
         for table in (self._tables.tokens, self._tables.page_table):
             write_cells(table, sampled)
+        if self._tables.lora_slots is not None:
+            write_cells(self._tables.lora_slots.view(-1, 1), sampled)

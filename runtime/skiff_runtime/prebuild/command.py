@@ -41,6 +41,9 @@ _USED_FIELDS: Final = (
     "max_num_batched_tokens",
     "page_size",
     "kv_cache_dtype",
+    "enable_lora",
+    "max_loras",
+    "max_lora_rank",
 )
 _FLASHINFER: Final = "flashinfer"
 _ARCHITECTURES_VARIABLE: Final = "FLASHINFER_CUDA_ARCH_LIST"

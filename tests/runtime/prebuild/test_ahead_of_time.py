@@ -13,6 +13,7 @@ from tiny_models import make_model
 from tiny_tokenizer import VOCAB_SIZE
 
 from skiff_runtime.kernels.constants import vocab_shard_size
+from skiff_runtime.kernels.tuning import HOPPER
 
 pytest.importorskip("triton", reason="builds of torch for CPUs may come without Triton")
 
@@ -39,7 +40,7 @@ triton.JITFunction.run = launch
 group = ahead_of_time.DetachedRank
 sizes = {"max_running_requests": 17, "max_model_len": 512}
 for line in sys.stdin:
-    path, quantization, expert_parallel, ranks = json.loads(line)
+    path, quantization, expert_parallel, max_loras, ranks = json.loads(line)
     found = []
     for tp, rank in ranks:
         seen = set()
@@ -52,6 +53,8 @@ for line in sys.stdin:
                 quantization=quantization,
                 tp_size=tp,
                 expert_parallel=expert_parallel,
+                enable_lora=max_loras > 0,
+                max_loras=max_loras or 1,
                 **sizes,
             )
         )
@@ -71,12 +74,16 @@ Launch = tuple[str, dict[str, Any], str, str]
 
 
 def launches(
-    model: Path, *ranks: tuple[int, int], quantization: str = "none", expert_parallel: bool = False
+    model: Path,
+    *ranks: tuple[int, int],
+    quantization: str = "none",
+    expert_parallel: bool = False,
+    max_loras: int = 0,
 ) -> list[list[Launch]]:
     """Return (kernel, constants, grid, arguments) of each distinct launch, for each (number of ranks, rank)."""
     return [
         [(name, json.loads(constants), *rest) for name, constants, *rest in found]
-        for found in _compiler().ask([str(model), quantization, expert_parallel, ranks])
+        for found in _compiler().ask([str(model), quantization, expert_parallel, max_loras, ranks])
     ]
 
 
@@ -208,3 +215,15 @@ def test_all_ranks_launch_the_same_kernels_of_experts(
     for kernel in ("fused_topk_kernel", "router_topk_kernel"):
         assert constants(first, kernel, "EXPERTS", "TOP_K") == {(8, 3)}
     assert constants(first, "moe_align_block_size_kernel", "EXPERTS") == {(4 if expert_parallel else 8,)}
+
+
+def test_kernels_of_adapters_are_compiled_for_every_number_of_tokens(
+    model: Path, found: dict[int, list[Launch]]
+) -> None:
+    """A service without adapters launches none of them; one with adapters launches all others, too."""
+    (own,) = launches(model, (1, 0), max_loras=3)
+    names = {launch[0] for launch in own} - {launch[0] for launch in found[1]}
+    assert names == {"add_lora_kernel", "group_tokens_kernel"}
+    rows = {rule.tile.rows for rule in HOPPER.lora.rules}
+    assert constants(own, "add_lora_kernel", "ROWS") == {(each,) for each in rows}
+    assert constants(own, "add_lora_kernel", "MAX_RANK") == {(16,)}
