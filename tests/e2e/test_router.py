@@ -19,8 +19,8 @@ STREAMS_PER_ROUTER: Final = 4
 STREAM_SECONDS: Final = 25
 KILL_AFTER_SECONDS: Final = 8
 NOTICE_SECONDS: Final = 20.0
-"""Time in which clients notice the end of a router's process by its closed connections, which a busy kubelet may kill late; their
-own timeout of 30 s would show nothing."""
+"""Time from the deletion of a router's pod until its clients see closed connections. A busy kubelet kills the process late, but the
+bound is below the clients' own timeout of 30 s."""
 
 STREAMS = """
 import asyncio, json, sys, time

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Final
 
 import torch
@@ -52,9 +51,9 @@ class ModelRunner(ForwardPass):
             check_fp8_support(config, weight_format, torch.cuda.get_device_capability(group.device))
             compute_cache_keys()
             log_compilations()
-        self.lora = make_lora_state(config, group.device)
+        context = make_layer_context(config, model, group)
+        self.lora = context.lora
         """None without ``--enable-lora``."""
-        context = replace(make_layer_context(config, model, group), lora=self.lora)
         on_phase("weights", 0.0)
         self._check_memory(model, context)
         loaded = self._load(model, context, on_phase)
@@ -154,7 +153,10 @@ def effective_max_model_len(config: Config, model: ModelConfig) -> int:
 
 
 def make_layer_context(config: Config, model: ModelConfig, group: TensorParallelGroup) -> LayerContext:
-    """Return dtype, device and quantization of the layers of a rank of ``group``, by a resolved configuration."""
+    """Return dtype, device, quantization and LoRA of the layers of a rank of ``group``, by a resolved configuration.
+
+    Raises ``ConfigError`` if the kernels do not support ``--max-lora-rank``.
+    """
     scale_ub = math.inf if model.activation_scale_ub is None else model.activation_scale_ub
     dtype = getattr(torch, config.dtype)
     return LayerContext(
@@ -166,10 +168,11 @@ def make_layer_context(config: Config, model: ModelConfig, group: TensorParallel
         model.unquantized,
         model.weight_format,
         config.expert_parallel,
+        lora=_make_lora_state(config, group.device),
     )
 
 
-def make_lora_state(config: Config, device: torch.device) -> LoraState | None:
+def _make_lora_state(config: Config, device: torch.device) -> LoraState | None:
     """Return the state of LoRA on a rank, None without ``--enable-lora``. Raises ``ConfigError`` for a rank beyond the kernels'."""
     if not config.enable_lora:
         return None

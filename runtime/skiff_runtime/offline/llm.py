@@ -45,7 +45,7 @@ from skiff_runtime.messages import (
 from skiff_runtime.models.embedding_config import Vector, cut_vector
 from skiff_runtime.models.scoring import Scorer, choose_rerank_template
 from skiff_runtime.offline.engine_client import EngineClient
-from skiff_runtime.offline.lora_adapters import LoraAdapters, LoraChoice
+from skiff_runtime.offline.loaded_adapters import LoadedAdapters, LoraChoice
 from skiff_runtime.offline.outputs import Completion, CompletionBuilder, CompletionDelta
 from skiff_runtime.offline.request_tracker import RequestTracker
 from skiff_runtime.offline.sampling_params import SamplingParams
@@ -87,7 +87,7 @@ class LLM:
             self._tracker = RequestTracker(
                 self._engine, detokenizer, max_requests=max_requests, max_tokens=config.max_queued_tokens
             )
-            self._adapters = LoraAdapters(config, self._tracker)
+            self._adapters = LoadedAdapters(config, self._tracker)
             if config.lora and on_phase is not None:
                 on_phase("llm", "adapters")
             self._adapters.load_configured()

@@ -4,7 +4,6 @@ It needs no GPU. The tensors are torch's fake ones, so only shapes, dtypes and a
 driver compiles for a given architecture and launches nothing.
 """
 
-from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -17,12 +16,7 @@ from skiff_runtime.distributed.tensor_parallel import DetachedRank
 from skiff_runtime.engine.decode_graph import DecodeGraphRunner
 from skiff_runtime.engine.forward_pass import ForwardPass
 from skiff_runtime.engine.input_batch import SlotTables
-from skiff_runtime.engine.model_runner import (
-    effective_max_model_len,
-    make_kv_layout,
-    make_layer_context,
-    make_lora_state,
-)
+from skiff_runtime.engine.model_runner import effective_max_model_len, make_kv_layout, make_layer_context
 from skiff_runtime.engine.sampler import Sampler
 from skiff_runtime.kernels.penalties import apply_penalties
 from skiff_runtime.kernels.prepare_inputs import prepare_inputs
@@ -92,8 +86,7 @@ class _FakeRank:
         self._device = torch.device("cuda", 0)
         max_model_len, tp_size = effective_max_model_len(config, model), config.tp_size
         self._group = DetachedRank(0, tp_size, self._device)
-        lora = make_lora_state(config, self._device)
-        context = replace(make_layer_context(config, model, self._group), lora=lora)
+        context = make_layer_context(config, model, self._group)
         self._dtype = context.dtype
         self._norms = [
             QuantizingRMSNorm(model.hidden_size, model.rms_norm_eps, each)
@@ -118,9 +111,8 @@ class _FakeRank:
         if config.enable_lora:
             self._tables.enable_lora()
             assert self._tables.lora_slots is not None
-            self._tables.lora_slots = self._tables.lora_slots.to(
-                self._device
-            )  # torch's own operations read it
+            # On the device, because an operation of torch reads it, and not only kernels.
+            self._tables.lora_slots = self._tables.lora_slots.to(self._device)
         self._sampler = Sampler(self._tables.padding_slot + 1, cpu, built.vocab_shard)
         self.decode_graphs = DecodeGraphRunner(
             self._pass, self._tables, self._sampler, rows=config.running_limit

@@ -136,11 +136,11 @@ def test_offline_measures_rounds_and_dumps_their_requests(model: Path, tmp_path:
 
 
 def test_offline_cycles_adapters_through_fewer_slots(model: Path, tmp_path: Path) -> None:
-    output, dump = tmp_path / "offline.json", tmp_path / "workload.json"
+    output = tmp_path / "offline.json"
     load = ["--num-prompts", "12", "--input-len", "4:20", "--output-len", "3", "--rounds", "1"]
     lora = ["--lora-adapters", "6", "--max-loras", "2", "--max-cpu-loras", "3", "--max-lora-rank", "4"]
-    files = ["--output-json", str(output), "--dump-workload", str(dump), "--no-roofline"]
-    done = skiff("bench", "offline", "--model", str(model), *SMALL, *load, *lora, *files)
+    result = ["--output-json", str(output), "--no-roofline"]
+    done = skiff("bench", "offline", "--model", str(model), *SMALL, *load, *lora, *result)
     assert done.returncode == 0, done.stderr
     assert figures(output)["rounds"][0]["output_tokens"] == 36
     assert figures(output)["lora_adapters"] == 6

@@ -42,7 +42,7 @@ def expected(files: Path) -> dict[str | None, list[int]]:
 
 @pytest.fixture(scope="module")
 def llm(files: Path) -> Iterator[LLM]:
-    """Two slots, of which the first adapter has one from the start."""
+    """An LLM with two LoRA slots and three adapters: the first is loaded at the start, the others are loaded afterwards."""
     options: dict[str, Any] = {"max_loras": 2, "max_cpu_loras": 2, "max_lora_rank": 8, "dtype": "float32"}
     adapters = (f"first={files / 'first'}",)
     with LLM(str(files / "model"), lora=adapters, max_total_tokens=1024, page_size=4, **options) as made:

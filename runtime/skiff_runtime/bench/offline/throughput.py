@@ -159,7 +159,7 @@ def _add_workload(group: "argparse._ArgumentGroup") -> None:
         type=natural_int,
         default=0,
         metavar="N",
-        help="number of LoRA adapters with random weights; all above --max-loras have the weights of one before "
+        help="number of LoRA adapters with random weights; beyond --max-loras, the files of earlier ones are used again "
         "(default: %(default)s)",
     )
     group.add_argument(
@@ -334,15 +334,11 @@ def _run_round(
                 on_half()
                 on_half = None
 
+        lora = _choose_adapters(bench.config, len(samples))
         started = time.perf_counter()
         prompts = [token_ids(each) for each in samples]
         sampling_params = _make_sampling_params(samples, bench.arguments)
-        completions = llm.generate(
-            prompts,
-            sampling_params,
-            lora=_choose_adapters(bench.config, len(samples)),
-            on_progress=count_tokens,
-        )
+        completions = llm.generate(prompts, sampling_params, lora=lora, on_progress=count_tokens)
         seconds = time.perf_counter() - started
     output = sum(len(each.token_ids) for each in completions)
     if output != expected:

@@ -15,7 +15,7 @@ LoraChoice = str | Sequence[str | None] | None
 MAX_LISTED_NAMES: Final = 10
 
 
-class LoraAdapters:
+class LoadedAdapters:
     """Maps the names of loaded adapters to the ids by which the ranks know them."""
 
     def __init__(self, config: Config, tracker: RequestTracker) -> None:
