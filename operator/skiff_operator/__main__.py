@@ -60,7 +60,10 @@ async def serve(settings: Settings) -> None:
     Raises:
         OperatorError: the process cannot go on.
     """
-    client = Client(await configure(), connections=settings.workers + 4)
+    configuration = await configure()
+    client = Client(configuration, connections=settings.workers + 4)
+    # Renewals of the Lease must not wait behind other requests that hang.
+    lease_client = Client(configuration, connections=1)
     cache = Cache()
     streams = WatchStreams(settings)
     observer = Observer(cache, settings)
@@ -70,7 +73,16 @@ async def serve(settings: Settings) -> None:
     analyzer = RolloutAnalyzer(settings)
     index = Index(settings) if settings.model_caches else None
     reconciler = Reconciler(
-        observer, applier, nodes, pod_events, chooser, ScaleIn(client), analyzer, settings, model_caches=index
+        observer,
+        applier,
+        nodes,
+        pod_events,
+        chooser,
+        ScaleIn(client),
+        analyzer,
+        settings,
+        model_caches=index,
+        is_complete=streams.is_complete,
     )
     adapters = AdapterIndex()
     controller = Controller(observer, reconciler, streams, settings, adapters)
@@ -88,13 +100,14 @@ async def serve(settings: Settings) -> None:
     work = partial(_work, controller, client, settings, extra)
     try:
         async with serving(settings, unhealthy=controller.unhealthy, unready=streams.unsynced):
-            lead = _lead(work, Leadership(client, settings)) if settings.leader_elect else work()
+            lead = _lead(work, Leadership(lease_client, settings)) if settings.leader_elect else work()
             await _until_first(lead, _signalled())
     finally:
         await controller.startups.close()
         await analyzer.close()
         await autoscaler.close()
         await lora.close()
+        await lease_client.close()
         await client.close()
 
 

@@ -1,10 +1,10 @@
 """The autoscaling planner: the number of pods of one service, from the load of its pods. Pure: the time is an argument.
 
-A target is the load that one pod shall have. The sums of some loads over the pods stay the same however many pods there
-are: those of requests and of KV cache. Divided by the target they are the number of pods wanted. Queued tokens and times
-to first token are no such sums: they are small until the pods are too few, and then they rise steeply. So they demand more pods in
-proportion to the excess, but say nothing about fewer pods. For that, the planner remembers the requests of each pod at
-which such a target was exceeded, and removes one pod at a time while the rest would stay clear of that.
+A target is the desired load per pod. The sum of some loads over all pods (requests, KV cache) does not
+depend on the number of pods. Divided by the target, it is the number of pods wanted. Queued tokens and times to first
+token are no such sums: they are small until the pods are too few, and then they rise steeply. So they demand more pods
+in proportion to the excess, but say nothing about fewer pods. For that, the planner remembers the requests of each pod
+at which such a target was exceeded, and removes one pod at a time while the rest would stay clear of that.
 
 More pods are wanted at once, and ahead of steady growth by the time that a pod takes to start; pods that start count as if
 they served. Fewer pods are wanted late: the largest number that was wanted within the delay counts. Between the two lies a
@@ -63,9 +63,9 @@ class PodLoad(msgspec.Struct, frozen=True, kw_only=True):
 class Observation(msgspec.Struct, frozen=True, kw_only=True):
     """The state of one service at `now`, in seconds of a monotonic clock.
 
-    `replicas`: the number of pods that shall be. `loads`: of the pods that serve and have answered; `silent`: number of
-    those that have not; `unread`: of those that were not asked. `loading`: pods that start; `failing`: pods that cannot start, or end again and again.
-    `rolling_out`: pods of two revisions exist. `start_seconds`: time that a pod takes to start; 0 if it is not known.
+    `replicas`: the desired number of pods. `loads`: loads of the serving pods that answered; `silent`, `unread`: numbers
+    of serving pods that did not answer, or were not queried. `loading`: starting pods; `failing`: pods that cannot start
+    or crash repeatedly. `rolling_out`: pods of two revisions exist. `start_seconds`: startup time of a pod; 0 if unknown.
     """
 
     now: float
@@ -85,7 +85,7 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """The number of pods that shall be, and the reason in words."""
+    """The desired number of pods, and the reason as text."""
 
     replicas: int
     reason: str
@@ -180,7 +180,7 @@ class Memory:
 
 
 def decide(policy: Autoscaling, seen: Observation, memory: Memory) -> Decision:
-    """Return the number of pods that shall be from now on, and record the observation in `memory`."""
+    """Return the desired number of pods, and record the observation in `memory`."""
     memory.observe(seen, policy.scale_down_delay_seconds)
     least, most, now = policy.min_replicas, policy.max_replicas, seen.replicas
     if now > most:

@@ -74,8 +74,9 @@ class Entry(msgspec.Struct):
     `service` is None while the object is absent or its spec was never valid; then `invalid` may hold the error.
     `desired` is derived from `service` on first use; `manifests` holds the built objects while some are missing.
     `problem` is the last refusal of the API server. `decision` is the strategy that was chosen for the rollout to the
-    desired revision; after a restart, the Deployment's own record of it counts. `analysis` is the one of its rollout, which
-    the next status shows, `scaling` the last change of the number of pods by autoscaling, and `adapters` the LoRA adapters as last observed. `restarts` counts restarts of containers that this process observed.
+    desired revision; after a restart, the Deployment's own record of it counts. `analysis`: comparison of its
+    rollout, for the next status. `scaling`: last autoscaling change. `adapters`: LoRA adapters as last observed.
+    `restarts`: container restarts that this process observed.
     """
 
     service: InferenceService | None = None

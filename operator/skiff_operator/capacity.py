@@ -41,11 +41,11 @@ class PlacedPod(NamedTuple):
 class Room(NamedTuple):
     """The room that a rollout has. `shortage` says what is missing for a pod beside the old ones.
 
-    `beside`: a new pod fits while all old ones run; `instead`: it fits once one old pod is gone.
+    `fits_surge`: a new pod fits while all old ones run; `fits_replace`: it fits once one old pod is gone.
     """
 
-    beside: bool
-    instead: bool
+    fits_surge: bool
+    fits_replace: bool
     shortage: str = ""
 
 
@@ -96,16 +96,18 @@ def admits(node: Node, pod_spec: dict[str, Any]) -> bool:
 def find_room(needed: Amounts, nodes: Iterable[tuple[Node, Sequence[PlacedPod]]]) -> Room:
     """Return the room for a pod on nodes that admit it, each with its pods."""
     closest: list[str] | None = None
-    instead = False
+    fits_replace = False
     for node, pods in nodes:
         free = free_amounts(node, pods)
         missing = _missing(needed, free)
         if not missing:
-            return Room(beside=True, instead=True)
+            return Room(fits_surge=True, fits_replace=True)
         if closest is None or len(missing) < len(closest):
             closest = missing
-        instead = instead or any(not _missing(needed, _sum(free, pod.requests)) for pod in pods if pod.old)
-    return Room(beside=False, instead=instead, shortage=", ".join(closest or ["no node admits the pod"]))
+        fits_replace |= any(not _missing(needed, _sum(free, pod.requests)) for pod in pods if pod.old)
+    return Room(
+        fits_surge=False, fits_replace=fits_replace, shortage=", ".join(closest or ["no node admits the pod"])
+    )
 
 
 def count_pods(needed: Amounts, free: Amounts) -> int:

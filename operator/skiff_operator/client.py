@@ -161,7 +161,7 @@ class Client:
     async def delete(
         self,
         kind: Kind,
-        namespace: str,
+        namespace: str | None,
         name: str,
         *,
         uid: str,

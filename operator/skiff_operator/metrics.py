@@ -72,6 +72,15 @@ load_readings: Final = Counter(
     ["result"],
     registry=registry,
 )
+adapter_requests: Final = Counter(
+    contract.OPERATOR_ADAPTER_REQUESTS.removesuffix("_total"),
+    "Requests to pods to load or unload a LoRA adapter, by action and result: done, failed or refused.",
+    ["action", "result"],
+    registry=registry,
+)
+for _action in ("load", "unload"):
+    for _result in ("done", "failed", "refused"):
+        adapter_requests.labels(_action, _result)
 for _direction in ("up", "down"):
     scalings.labels(_direction)
 for _result in ("answered", "silent"):
@@ -107,6 +116,11 @@ class ObjectsCollector(Collector):
             "1 while a revision of the InferenceService is being rolled out, else 0.",
             labels=["service_namespace", "service"],
         )
+        adapters = GaugeMetricFamily(
+            contract.OPERATOR_SERVICE_ADAPTERS,
+            "LoRA adapters of the InferenceService: those that every ready pod answers for, and the others.",
+            labels=["service_namespace", "service", "ready"],
+        )
         restarts = CounterMetricFamily(
             contract.OPERATOR_RESTARTS.removesuffix("_total"),
             "Restarts of containers in the pods of the InferenceService.",
@@ -125,12 +139,16 @@ class ObjectsCollector(Collector):
                     degraded.add_metric([namespace, name, condition.reason], 1)
             rolling_out.add_metric([namespace, name], float(status is not None and status.rolling_out))
             restarts.add_metric([namespace, name], entry.restarts if entry else 0)
+            if entry is not None and entry.adapters:
+                loaded = sum(each.ready for each in entry.adapters)
+                adapters.add_metric([namespace, name, "true"], loaded)
+                adapters.add_metric([namespace, name, "false"], len(entry.adapters) - loaded)
         objects = GaugeMetricFamily(
             contract.OPERATOR_OBJECTS, "InferenceServices by condition.", labels=["condition", "status"]
         )
         for labels, count in counts.items():
             objects.add_metric(list(labels), count)
-        yield from (objects, ready, degraded, rolling_out, restarts)
+        yield from (objects, ready, degraded, rolling_out, adapters, restarts)
 
 
 class StreamsCollector(Collector):

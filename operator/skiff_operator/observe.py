@@ -138,11 +138,12 @@ class Observer:
 
     def observe_status(self, key: Key, obj: dict[str, Any], written: status.Status) -> None:
         """Observe the API server's response to our own status, so that its echo on the watch causes no work."""
-        entry = self.cache.get_or_create(key)
-        if entry.uid == obj["metadata"]["uid"]:
-            entry.status = written
-            if obj["metadata"]["generation"] == entry.generation:
-                entry.resource_version = obj["metadata"]["resourceVersion"]
+        entry, meta = self.cache.get_or_create(key), obj["metadata"]
+        if entry.uid != meta["uid"] or not _newer(meta, entry.resource_version):
+            return  # the watch has shown this status, or a later one, already
+        entry.status = written
+        if meta["generation"] == entry.generation:
+            entry.resource_version = meta["resourceVersion"]
 
     def _forget(self, kind: Kind, record: Record) -> ReconcileRequest:
         """Drop a deleted object, unless a newer one of the same name is known."""

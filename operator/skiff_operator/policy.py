@@ -28,7 +28,7 @@ _OWNED_FLAGS: Final = {
     contract.FLAG_MAX_LORAS: "spec.lora.maxLoras",
     contract.FLAG_MAX_LORA_RANK: "spec.lora.maxLoraRank",
     contract.FLAG_MAX_CPU_LORAS: "spec.lora.maxCpuLoras",
-    contract.FLAG_LORA_DOWNLOAD_DIR: "spec.cache",
+    contract.FLAG_LORA_DOWNLOAD_DIR: "spec.lora.cache",
 }
 
 
@@ -59,10 +59,15 @@ def _check_host_paths(service: InferenceService, settings: Settings) -> None:
             "or start the operator with --allow-host-path"
         )
 
-    if service.spec.kernel_cache is not None and service.spec.kernel_cache.host_path is not None:
-        raise InvalidSpec(
-            "spec.kernelCache.hostPath: host paths are off; use claimName, or start the operator with --allow-host-path"
-        )
+    lora = service.spec.lora
+    for where, volume in (
+        ("spec.lora.cache", lora.cache if lora is not None else None),
+        ("spec.kernelCache", service.spec.kernel_cache),
+    ):
+        if volume is not None and volume.host_path is not None:
+            raise InvalidSpec(
+                f"{where}.hostPath: host paths are off; use claimName, or start the operator with --allow-host-path"
+            )
 
 
 def _check_prefetch(service: InferenceService, settings: Settings) -> None:

@@ -1,5 +1,6 @@
 """One idempotent reconcile of an InferenceService: observe, plan, apply, report."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from skiff_operator import canary, plan, revisions, rollback, rollout_strategy, status
@@ -50,11 +51,12 @@ class Reconciler:
         settings: Settings,
         *,
         model_caches: Index | None = None,
+        is_complete: Callable[[], bool] = lambda: True,
     ) -> None:
         """Read through `observer`, `nodes` and `pod_events`, write through `applier`.
 
         `chooser` chooses rollout strategies, `scale_in` the pods that a scale-in takes, and `analyzer` compares revisions;
-        `model_caches` are None if they are off.
+        `model_caches` are None if they are off. `is_complete`: whether the cache has the objects of all namespaces.
         """
         self._model_caches = model_caches
         self._observer = observer
@@ -65,7 +67,7 @@ class Reconciler:
         self._scale_in = scale_in
         self._analyzer = analyzer
         self._settings = settings
-        self._waves = UpgradeWaves(observer.cache, settings)
+        self._waves = UpgradeWaves(observer.cache, settings, is_complete=is_complete)
 
     async def reconcile(self, key: Key) -> Outcome:
         """Take the next steps for `key`.
@@ -100,6 +102,8 @@ class Reconciler:
             await self._scale_in.prepare(entry.service)
         if plan.begins_rollout(entry, desired, steps):
             await self._analyzer.begin(key, entry)
+        if entry.desired is not desired:
+            return Outcome(stage=Stage.CHILDREN)  # the spec was edited meanwhile
         failures = await self._applier.run(key, entry, steps, goal)
         if failures:
             # This stage cannot complete now, so later stages gain nothing by waiting for it.

@@ -1,10 +1,10 @@
 """Reflector: lists one kind in one namespace, watches it from that resource version, and passes events on in order.
 
 This is the only file that uses internals of kopf. kopf provides the process, discovery, credentials and the requests;
-its own loop around them (`infinite_watch`) is replaced while the operator runs, for four reasons: it does not tell
-handlers where a list ends, so a deletion without an event could not be detected; its queues, one for each object,
-lose the order of events and list ends; it hides bookmarks, the only activity of an idle watch; and any API error
-other than 410 in the stream ends the process.
+its own loop around them (`infinite_watch`) is replaced while the operator runs, for four reasons: it does not report
+the end of a list to handlers, so a deletion without an event could not be detected; its queues, one for each object,
+lose the order of events and list ends; it hides bookmarks, the only activity of an idle watch; and any API error other
+than 410 in the stream ends the process.
 """
 
 import asyncio
@@ -218,7 +218,7 @@ class Reflector:
         params = {"limit": str(self._watching.chunk_size), "labelSelector": self._selector}
         while True:
             page = await self._page({name: text for name, text in params.items() if text})
-            self._handler.streams.heard(self._stream)
+            self._handler.streams.record_activity(self._stream)
             self._pass_on(page.items or [], shown)
             resource_version, params["continue"] = page.metadata.resource_version, page.metadata.token
             del page  # or else two pages would be in memory while the next one is read
@@ -247,11 +247,11 @@ class Reflector:
             failure: Exception | None = None
             try:
                 async with await self._open_watch(resource_version) as response:
-                    self._handler.streams.heard(self._stream)
+                    self._handler.streams.record_activity(self._stream)
                     async for line in api.iter_jsonlines(response.content):
                         resource_version = self._take(_WATCH_EVENT.decode(line))
             except aiohttp.SocketTimeoutError:
-                pass  # either nothing happened or the connection is dead: only a new request can tell
+                pass  # either nothing happened or the connection is dead: only a new request shows which
             except _FAILURES as error:
                 if getattr(error, "status", None) == _GONE:
                     raise
@@ -305,7 +305,7 @@ class Reflector:
         obj = decode_object(event.object)
         if event.type == "ERROR":
             raise StreamError(obj.get("message", str(obj)), status=obj.get("code", 0))
-        self._handler.streams.heard(self._stream)
+        self._handler.streams.record_activity(self._stream)
         self._failures = 0
         if event.type != "BOOKMARK":
             self._handler.on_event(self._stream.kind, event.type, obj)

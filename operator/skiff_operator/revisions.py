@@ -171,9 +171,10 @@ def choose(service: InferenceService, built: str, observed: Observed, *, adopt: 
 def is_canary(
     service: InferenceService, target: Target, revisions: tuple[Revision, ...], current: str
 ) -> bool:
-    """Return whether the revision in force is a canary, which is held until it is promoted. `current`: the revision that was Ready last, or empty.
+    """Return whether the revision in force is a canary, held until it is promoted.
 
-    Neither a first revision, nor a restart of the same template, nor the return to the old one is a canary.
+    `current`: the last revision that was Ready, or empty. Neither a first revision, nor a restart of the same template,
+    nor a return to the old one is a canary.
     """
     if service.spec.rollout.canary is None or target.failed or current in ("", target.revision):
         return False

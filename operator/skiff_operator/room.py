@@ -83,10 +83,10 @@ class RoomFinder:
         for node in candidates[:MAX_NODES]:
             if node.name not in self._pods:
                 self._pods[node.name] = await self._pods_of(node)
-            if capacity.find_room(needed, self._placed(service, revision, [node])).beside:
+            if capacity.find_room(needed, self._placed(service, revision, [node])).fits_surge:
                 break
         room = capacity.find_room(needed, self._placed(service, revision, candidates[:MAX_NODES]))
-        return None if not room.beside and len(candidates) > MAX_NODES else room
+        return None if not room.fits_surge and len(candidates) > MAX_NODES else room
 
     def _placed(
         self, service: InferenceService, revision: str, nodes: list[Node]

@@ -143,8 +143,8 @@ class Cache(Strict, frozen=True):
     prefetch: bool = False
 
 
-class KernelCache(Strict, frozen=True):
-    """The volume of compiled GPU kernels, which outlive the pod; exactly one field is set."""
+class SharedVolume(Strict, frozen=True):
+    """An existing volume that pods share, for what outlives them; exactly one field is set."""
 
     claim_name: str | None = None
     host_path: str | None = None
@@ -158,11 +158,15 @@ class Adapter(Strict, frozen=True):
 
 
 class Lora(Strict, frozen=True):
-    """The serving of LoRA adapters. `max_loras`: adapters in GPU memory, and so in one batch; `max_cpu_loras`: in host memory."""
+    """The serving of LoRA adapters. `max_loras`: adapters in GPU memory, and so in one batch; `max_cpu_loras`: in host memory.
+
+    `cache`: None for the volume of downloaded weights, or one for each pod where pods may not write into that.
+    """
 
     max_loras: int = 8
     max_lora_rank: int = 16
     max_cpu_loras: int | None = None
+    cache: SharedVolume | None = None
 
 
 class Startup(Strict, frozen=True):
@@ -196,7 +200,7 @@ class RolloutAnalysis(Strict, frozen=True):
 
 
 class CanaryHeader(Strict, frozen=True):
-    """The header by which a client asks for the canary: a name, in any case, and the whole value."""
+    """The header that routes a request to the canary: a name, in any case, and the whole value."""
 
     name: str
     value: str
@@ -235,7 +239,7 @@ class RolloutPolicy(Strict, frozen=True):
 
     @property
     def rolls_back(self) -> bool:
-        """Whether a new revision that fails is rolled back: always after a canary, and otherwise by `auto_rollback`."""
+        """True if a new revision that fails is rolled back: always with a canary, otherwise with `auto_rollback`."""
         return self.auto_rollback or self.canary is not None
 
 
@@ -294,7 +298,7 @@ class Spec(Strict, frozen=True):
     replicas: int = 1
     autoscaling: Autoscaling | None = None
     cache: Cache = Cache()
-    kernel_cache: KernelCache | None = None
+    kernel_cache: SharedVolume | None = None
     startup: Startup = Startup()
     drain: Drain = Drain()
     rollout: RolloutPolicy = RolloutPolicy()
@@ -477,10 +481,7 @@ def _check(spec: Spec) -> None:
         )
     kernels = spec.kernel_cache
     if kernels is not None:
-        if (kernels.claim_name is None) == (kernels.host_path is None):
-            raise InvalidSpec(
-                "spec.kernelCache: set exactly one of claimName and hostPath, or remove kernelCache"
-            )
+        _check_shared_volume(kernels, "spec.kernelCache")
         if spec.runtime.device != "cuda":
             raise InvalidSpec("spec.kernelCache: only device cuda compiles kernels; remove it")
     if spec.runtime.device != "cuda" and spec.runtime.gpu_resource_name is not None:
@@ -509,6 +510,14 @@ def _check_lora(lora: Lora) -> None:
             f"spec.lora.maxCpuLoras: {lora.max_cpu_loras} is less than maxLoras, {lora.max_loras}, whose adapters are in host "
             "memory, too; raise it, or lower maxLoras"
         )
+    if lora.cache is not None:
+        _check_shared_volume(lora.cache, "spec.lora.cache")
+
+
+def _check_shared_volume(volume: SharedVolume, where: str) -> None:
+    if (volume.claim_name is None) == (volume.host_path is None):
+        field = where.rpartition(".")[2]
+        raise InvalidSpec(f"{where}: set exactly one of claimName and hostPath, or remove {field}")
 
 
 def _check_autoscaling(autoscaling: Autoscaling) -> None:

@@ -175,7 +175,8 @@ class Facts:
     created. `draining` are the pods that are being deleted, and `announcement` describes a rollout that replaces pods
     in place. `outdated` is the version of the operator whose template the pods keep, if this one would build another.
     `scaling`: the last change of the number of pods, with autoscaling. `canary`: the policy of the canary that the new pods
-    are. `adapters`: the LoRA adapters. `paused`: the Deployment replaces no pods. `restored`: the revision to which a rollback returned, or empty.
+    are. `adapters`: the LoRA adapters. `paused`: the rollout is paused. `restored`: the revision to which a rollback
+    returned, or empty.
 
     The rest is derived. `live` are the pods that have not terminated, `new_pods` those of them that have the desired
     revision, and `older` the others; `new_ready` is the number of new pods that are ready. `placed` is true if a new

@@ -71,7 +71,7 @@ class StrategyChooser:
             if await self._pod_events.scale_up_announced(entry.service.namespace, pod.uid, since=since):
                 return Reconsideration()
         room = await self._room.find(entry.service, revision, pod_spec) if pod is not None else None
-        helps = room is not None and not room.beside and room.instead
+        helps = room is not None and not room.fits_surge and room.fits_replace
         if helps or await self._room.fits_in_place(entry.service, revision, pod_spec):
             return Reconsideration(choice=Choice(revision, rollout_strategy.no_room(obstacle)))
         return Reconsideration()
@@ -88,7 +88,7 @@ class StrategyChooser:
 
 def choose(revision: str, room: Room | None) -> Choice:
     """Choose the strategy of a rollout to `revision` by the room for it; None: it is unknown."""
-    if room is None or room.beside or not room.instead:
+    if room is None or room.fits_surge or not room.fits_replace:
         return Choice(revision)
     return Choice(revision, rollout_strategy.no_room(room.shortage))
 

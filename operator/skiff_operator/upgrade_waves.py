@@ -5,6 +5,8 @@ is on. One that fails keeps it for good, so that a bad template stops after the 
 revisions which services have a turn.
 """
 
+from collections.abc import Callable
+
 from skiff_operator import revisions
 from skiff_operator.cache import Cache, Entry
 from skiff_operator.settings import Settings
@@ -15,8 +17,14 @@ from skiff_operator.workqueue import Key
 class UpgradeWaves:
     """The services that have a turn."""
 
-    def __init__(self, cache: Cache, settings: Settings) -> None:
-        """Admit as many services of `cache` as `settings` allow."""
+    def __init__(
+        self, cache: Cache, settings: Settings, *, is_complete: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Admit as many services of `cache` as `settings` allow, once it `is_complete`.
+
+        Before, turns that earlier leaders gave in other namespaces are not known.
+        """
+        self._is_complete = is_complete
         self._cache = cache
         self._enabled = settings.upgrade_policy == "Waves"
         self._limit = settings.upgrade_max_unavailable
@@ -27,7 +35,7 @@ class UpgradeWaves:
 
         One that is not Ready has to wait: its pods have trouble enough, and it would hold up the others.
         """
-        if not self._enabled:
+        if not self._enabled or not self._is_complete():
             return False
         if self._adopting is None:
             self._adopting = {each for each in self._cache if self._was_admitted(each)}

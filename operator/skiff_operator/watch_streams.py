@@ -44,11 +44,11 @@ class StreamKey(NamedTuple):
 class Stream:
     """The state of one stream.
 
-    `heard_at` is the monotonic time of the last response of the API server of any kind, and None before the stream
+    `last_activity_at` is the monotonic time of the last response of the API server of any kind, and None before the stream
     may begin. `failure` is the error that ended the last attempt, and empty while the stream works.
     """
 
-    heard_at: float | None = None
+    last_activity_at: float | None = None
     synced: bool = False
     lists: int = 0
     failure: str = ""
@@ -74,22 +74,22 @@ class WatchStreams:
         for namespace in self._scopes:
             for kind in self.kinds:
                 self._streams[StreamKey(kind, namespace)] = Stream()
-            self.heard(StreamKey(INFERENCE_SERVICE, namespace))
+            self.record_activity(StreamKey(INFERENCE_SERVICE, namespace))
 
     async def may_begin(self, key: StreamKey) -> None:
         """Wait until the stream may be listed: children only after the InferenceServices of their namespace."""
         if key.kind != INFERENCE_SERVICE:
             await self._services_listed[key.namespace].wait()
 
-    def heard(self, key: StreamKey) -> None:
+    def record_activity(self, key: StreamKey) -> None:
         """Record activity of a working stream."""
         stream = self._streams[key]
-        stream.heard_at, stream.failure = time.monotonic(), ""
+        stream.last_activity_at, stream.failure = time.monotonic(), ""
 
     def failed(self, key: StreamKey, failure: str, *, answered: bool) -> None:
         """Record a failure. A refusal by the API server counts as activity all the same."""
         if answered:
-            self.heard(key)
+            self.record_activity(key)
         self._streams[key].failure = failure
 
     def listed(self, key: StreamKey) -> bool:
@@ -97,11 +97,11 @@ class WatchStreams:
         scope, stream = key.namespace, self._streams[key]
         stream.synced = True
         stream.lists += 1
-        self.heard(key)
+        self.record_activity(key)
         if key.kind == INFERENCE_SERVICE and not self._services_listed[scope].is_set():
             self._services_listed[scope].set()
             for kind in self.kinds:
-                self.heard(StreamKey(kind, scope))
+                self.record_activity(StreamKey(kind, scope))
         if scope in self._synced or not all(
             self._streams[StreamKey(kind, scope)].synced for kind in self.kinds
         ):
@@ -112,6 +112,10 @@ class WatchStreams:
     def synced(self, namespace: str) -> bool:
         """Return whether every stream of a namespace has been listed completely once."""
         return self._settings.watch_scope(namespace) in self._synced
+
+    def is_complete(self) -> bool:
+        """Return whether every stream of all namespaces has been listed completely once."""
+        return self._synced.issuperset(self._scopes)
 
     def dead(self) -> str:
         """Return a message that names a stream without recent activity; empty when there is none."""
@@ -131,7 +135,9 @@ class WatchStreams:
         """Return the seconds since the last activity of each stream that has begun."""
         now = time.monotonic()
         return [
-            (key, now - each.heard_at) for key, each in self._streams.items() if each.heard_at is not None
+            (key, now - each.last_activity_at)
+            for key, each in self._streams.items()
+            if each.last_activity_at is not None
         ]
 
     def lists(self) -> list[tuple[StreamKey, int]]:

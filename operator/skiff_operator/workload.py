@@ -64,15 +64,14 @@ class Crash(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class PodState(msgspec.Struct, frozen=True, kw_only=True):
-    """One pod. `trouble` is the reason why it does not serve now; `crash` is its last one, even after recovery.
+    """One pod. `trouble`: why it does not serve now; `crash`: its last one, kept after recovery. Times are RFC 3339 or "".
 
-    `ended` is the time (RFC 3339) at which the whole pod terminated, or empty; the object may stay for long.
-    `used`: the ServiceAccount and the claims that it uses; `model_cache`: the ModelCache whose shared claim is one of them;
-    `restarts`: of its containers, since it exists. Of a
-    `terminating` pod only what it uses still matters, and `ends_by`, the time (RFC 3339) at which its grace period ends.
-    `unschedulable_since`: the time at which the scheduler first found no node for it, or empty. `placed_at`: the time at
-    which a pod got its node, until its first container is created. `ip`: the address of a ready pod. `startup` is set by the observer when it sees the pod
-    become ready for the first time; `begun` is True if it has seen it before that, with a server that had not started.
+    `ended`: when the whole pod terminated. `used`: the ServiceAccount and claims that it uses; `model_cache`: the
+    ModelCache whose shared claim is one of these. `restarts`: restarts of its containers since its creation.
+    `ends_by`: end of the grace period; of a `terminating` pod only this and `used` are read.
+    `unschedulable_since`: when the scheduler first found no node. `placed_at`: when it got a node, until its first
+    container is created. `ip`: address of a ready pod. `startup`: set when the observer sees it become ready for the
+    first time; `begun`: the observer saw it before its server had started.
     """
 
     name: str

@@ -94,6 +94,6 @@ class RouterApp:
         return encode_json({"object": "list", "data": models}), "application/json"
 
 
-def posts(proxy: App) -> dict[str, App]:
+def proxied_routes(proxy: App) -> dict[str, App]:
     """Return the proxied paths with their application."""
     return dict.fromkeys(PROXIED, proxy)

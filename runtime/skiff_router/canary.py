@@ -19,7 +19,7 @@ from skiff_runtime.api.http.request_headers import get_header
 StickyBy = Literal["Conversation", "Key"]
 _HASHES: Final = 1 << 64
 _HEAD_BYTES: Final = 1024
-"""Of a prompt without messages, which identify its conversation."""
+"""Leading bytes that identify the conversation of a prompt without messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +55,10 @@ _MESSAGE: Final = msgspec.json.Decoder(_Message)
 
 
 def identify_conversation(fields: RoutedBody) -> bytes:
-    """Return what all requests of one conversation have in common, and those of others do not.
+    """Return a key that all requests of one conversation share.
 
-    That is the end user or the cache key that the client names, else the beginning of the conversation: the messages up to
-    the first one of the user, for a system prompt alone may be everybody's; of other prompts the first KiB.
+    It is the ``prompt_cache_key`` or ``user`` of the request, else the messages up to and including the first user message
+    (a system prompt alone may be common to all users), else the first KiB of the prompt.
     """
     named = bytes(fields.prompt_cache_key) or bytes(fields.user)
     if named:

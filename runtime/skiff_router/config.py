@@ -20,10 +20,10 @@ MAX_NAMESPACES: Final = 64
 FLAG_BACKEND_API_KEY_FILE: Final = "--backend-api-key-file"
 FLAG_LIMITS_FILE: Final = "--limits-file"
 FLAG_USAGE_LOG: Final = "--usage-log"
-_BACKEND: Final = re.compile(
-    r"(?P<model>[^=\s]+)=http://(?P<host>\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+):(?P<port>\d{1,5})/?"
-)
-
+FLAG_PEERS: Final = "--peers"
+MAX_PEER_HOSTS: Final = 16
+_ADDRESS: Final = re.compile(r"(?P<host>\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+):(?P<port>\d{1,5})")
+_BACKEND: Final = re.compile(rf"(?P<model>[^=\s]+)=http://{_ADDRESS.pattern}/?")
 _NAMESPACE: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 
 DESCRIPTION: Final = "Serve all models under one URL: route each request by its model to the pod that is expected to answer it soonest."
@@ -52,7 +52,7 @@ class RouterConfig:
     """The options of one router.
 
     ``backends``: addresses of pods by the name of their model; empty with ``kubernetes``, where InferenceServices name
-    them, those of ``namespaces`` or of all namespaces if it is empty.
+    them, those of ``namespaces`` or of all namespaces if it is empty. ``peers``: names or addresses of this router's replicas.
     """
 
     host: str
@@ -63,6 +63,7 @@ class RouterConfig:
     policy: str
     api_key_file: str | None
     limits_file: str | None
+    peers: tuple[Address, ...]
     usage_log: str | None
     backend_api_key_file: str | None
     first_byte_timeout_seconds: float
@@ -121,8 +122,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=None,
         metavar="FILE",
         help="JSON file of limits for each key, {default: LIMITS, keys: {NAME: LIMITS}}, where LIMITS are "
-        "requestsPerMinute, tokensPerMinute and concurrency of this router; read again when it changes. "
+        "requestsPerMinute, tokensPerMinute and concurrency; read again when it changes. "
         f"Only with {FLAG_API_KEY_FILE}",
+    )
+    parser.add_argument(
+        FLAG_PEERS,
+        action="append",
+        default=[],
+        metavar="HOST:PORT",
+        help="the replicas of this router, which share the limits: a name that resolves to all of their addresses, as that of "
+        "a headless Service does, or one of them; may be repeated. This router may be among them. Without it, each "
+        f"replica allows the whole limits. Only with {FLAG_LIMITS_FILE}",
     )
     parser.add_argument(
         FLAG_USAGE_LOG,
@@ -218,6 +228,8 @@ def from_arguments(arguments: argparse.Namespace) -> RouterConfig:
         raise ConfigError(
             f"{FLAG_LIMITS_FILE} without {FLAG_API_KEY_FILE} has no meaning; add {FLAG_API_KEY_FILE}"
         )
+    if arguments.peers and arguments.limits_file is None:
+        raise ConfigError(f"{FLAG_PEERS} without {FLAG_LIMITS_FILE} has no meaning; add {FLAG_LIMITS_FILE}")
     if arguments.backend_api_key_file is not None:
         if arguments.api_key_file is None:
             raise ConfigError(
@@ -246,6 +258,7 @@ def from_arguments(arguments: argparse.Namespace) -> RouterConfig:
         policy=arguments.policy,
         api_key_file=arguments.api_key_file,
         limits_file=arguments.limits_file,
+        peers=_parse_peers(arguments.peers),
         usage_log=arguments.usage_log,
         backend_api_key_file=arguments.backend_api_key_file,
         first_byte_timeout_seconds=arguments.first_byte_timeout_seconds,
@@ -267,14 +280,33 @@ def read_single_key(path: str, flag: str) -> str:
     return keys[0]
 
 
+def _parse_peers(texts: list[str]) -> tuple[Address, ...]:
+    if len(texts) > MAX_PEER_HOSTS:
+        raise ConfigError(f"{FLAG_PEERS} is given {len(texts)} times; the limit is {MAX_PEER_HOSTS}")
+    found: dict[Address, None] = {}
+    for text in texts:
+        address = _read_address(_ADDRESS.fullmatch(text))
+        if address is None:
+            raise ConfigError(f"{FLAG_PEERS} {text!r} is not HOST:PORT")
+        found[address] = None
+    return tuple(found)
+
+
+def _read_address(match: re.Match[str] | None) -> Address | None:
+    """Return the address in a match of ``_ADDRESS``, None if there is no match or no such port."""
+    if match is None or not 0 < int(match["port"]) <= 65535:
+        return None
+    return Address(match["host"].strip("[]"), int(match["port"]))
+
+
 def _parse_backends(texts: list[str]) -> dict[str, tuple[Address, ...]]:
     if len(texts) > MAX_BACKENDS:
         raise ConfigError(f"--backend is given {len(texts)} times; the limit is {MAX_BACKENDS}")
     found: dict[str, dict[Address, None]] = {}
     for text in texts:
         match = _BACKEND.fullmatch(text)
-        if match is None or not 0 < int(match["port"]) <= 65535:
+        address = _read_address(match)
+        if match is None or address is None:
             raise ConfigError(f"--backend {text!r} is not MODEL=http://HOST:PORT")
-        address = Address(match["host"].strip("[]"), int(match["port"]))
         found.setdefault(match["model"], {})[address] = None
     return {model: tuple(addresses) for model, addresses in found.items()}

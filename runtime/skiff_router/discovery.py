@@ -19,7 +19,7 @@ SERVICE_NAME_LABEL: Final = "kubernetes.io/service-name"
 _EXPECTED_REASONS: Final = frozenset(
     {"Loading", "NoPods", "LoadFailed", "PodUnreachable", "Unauthorized", "Fetching", "FetchFailed"}
 )
-"""Of adapters that are not ready, but may be answered for by some pods, or by pods that start."""
+"""Reasons of adapters that are not ready but that some pods may serve, or starting pods will."""
 
 
 class _Model(msgspec.Struct):

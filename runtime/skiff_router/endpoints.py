@@ -19,7 +19,7 @@ PROBE_SECONDS: Final = 1.0
 """Interval of the probes of a pod."""
 PROBE_TIMEOUT_SECONDS: Final = 2.0
 """A pod that does not answer a probe for this long hangs: the API process of a busy one answers in milliseconds."""
-RESIDENT_LEAD: Final = 4
+MAX_RESIDENT_IMBALANCE: Final = 4
 """Requests by which a pod with an adapter in a LoRA slot may be busier than the least busy one, and still gets its requests."""
 MAX_LISTED_NAMES: Final = 50
 """Models that the error for an unknown one lists."""
@@ -33,8 +33,8 @@ class Endpoint:
     """One pod. ``name`` is its pod's name, or its address where it is not known.
 
     ``in_flight``: requests of this router that have no complete response yet. ``failures``: failures since the last
-    response. ``ready`` is what the cluster says, ``ejected`` what this router saw, ``pod`` what the pod reports, last at
-    ``heard_at``; ``silent``: it has stopped to.
+    response. ``ready``: from the EndpointSlice; ``ejected``: by this router's probes and failures; ``pod``:
+    state from the pod's events, the last one at ``last_event_at``; ``silent``: its events have stopped.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Endpoint:
     failures: int = 0
     in_flight: int = 0
     silent: bool = False
-    heard_at: float = 0.0
+    last_event_at: float = 0.0
     pod: PodState = field(default_factory=PodState)
     pool: ConnectionPool = field(init=False)
 
@@ -107,10 +107,10 @@ class Endpoint:
 class Backend:
     """The pods that serve one model: those of an InferenceService, or those that ``--backend`` names.
 
-    ``key`` is ``namespace/name`` of the InferenceService, or the model's name. ``endpoints`` are in the order of their names,
-    so that routers which see the same pods see them in the same order. ``scaling``: the number of pods that the cluster
-    wants; None for pods that ``--backend`` names. ``canary``: the split of requests between two revisions, if there is one.
-    ``adapters``: names of LoRA adapters, and whether all ready pods answer for each.
+    ``key`` is ``namespace/name`` of the InferenceService, or the model's name. ``endpoints`` are in the order of their
+    names, so that routers which see the same pods see them in the same order. ``scaling``: the number of pods that the
+    cluster wants; None for pods that ``--backend`` names. ``canary``: the split of requests between two revisions, if
+    there is one. ``adapters``: names of LoRA adapters, and whether all ready pods answer for each.
     """
 
     key: str
@@ -147,9 +147,10 @@ class Backend:
         return [endpoint for endpoint in endpoints if (endpoint.name in pods) == canary] or endpoints
 
     def select_adapter(self, endpoints: list[Endpoint], adapter: str) -> list[Endpoint]:
-        """Return the pods among ``endpoints`` for a request of a LoRA adapter: those that have it, in a LoRA slot if they are not busy.
+        """Return the pods among ``endpoints`` for a request of a LoRA adapter.
 
-        A pod that does not report its adapters may have it. If all lack it, any of them says so.
+        They are those with it in a LoRA slot, unless they are overloaded; else those that have it loaded; else all, any of
+        which reports that it is missing. A pod that does not report its adapters may have it.
         """
         having = [
             each for each in endpoints if each.pod.adapters is None or adapter in each.pod.adapters.loaded
@@ -159,7 +160,7 @@ class Backend:
         if not resident:
             return having
         least = min(endpoint.requests for endpoint in having)
-        return [each for each in resident if each.requests <= least + RESIDENT_LEAD] or having
+        return [each for each in resident if each.requests <= least + MAX_RESIDENT_IMBALANCE] or having
 
     def update(self, wanted: dict[Address, str]) -> None:
         """Replace the pods by ``wanted``, names by address. A pod that stays keeps its state."""
@@ -188,11 +189,11 @@ class Route:
 
 
 class Registry:
-    """All models by the names under which clients ask for them: the model's name, and ``namespace/name``.
+    """All models by the names that requests use: the model's name, and ``namespace/name``.
 
-    A model's name that several InferenceServices have means none of them: otherwise whoever may create one in some
-    namespace could take the requests of another. The same holds for LoRA adapters, which have the names ``adapter`` and
-    ``namespace/name/adapter``; where a model has the name of an adapter, the name means the model.
+    A model's name that several InferenceServices have resolves to none of them: otherwise anyone who can create an
+    InferenceService could receive another namespace's requests. The same holds for LoRA adapters, which have the names
+    ``adapter`` and ``namespace/name/adapter``; where a model has the name of an adapter, the name means the model.
     """
 
     def __init__(self) -> None:

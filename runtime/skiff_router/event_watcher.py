@@ -64,7 +64,7 @@ class EventReader:
         return event
 
 
-class _Follower:
+class _EventStreamReceiver:
     """The receiver of one stream. ``over``: its result is the status of the response, its exception why it ended."""
 
     def __init__(self, endpoint: Endpoint, connection: UpstreamConnection) -> None:
@@ -94,7 +94,7 @@ class _Follower:
             endpoint.pod.apply(event, now)
         if not events:
             endpoint.pod.record_report(now)
-        endpoint.heard_at = now
+        endpoint.last_event_at = now
         endpoint.silent = False
         if events:
             self.first.set()
@@ -121,9 +121,12 @@ class _Follower:
 class EventWatcher:
     """Follows every pod of a registry."""
 
-    def __init__(self, registry: Registry, get_key: Callable[[], str] = str) -> None:
-        """``get_key``: returns the API key for a request; Skiff's own pods need none."""
+    def __init__(self, registry: Registry, router_id: str, get_key: Callable[[], str] = str) -> None:
+        """``router_id``: the one in the headers of this router's requests. ``get_key``: returns the API key for a request;
+        Skiff's own pods need none.
+        """
         self._registry = registry
+        self._router_id = router_id
         self._get_key = get_key
         self._tasks: dict[Endpoint, asyncio.Task[None]] = {}
 
@@ -155,7 +158,7 @@ class EventWatcher:
 
     def _find_silent(self, now: float) -> None:
         for endpoint in self._tasks:
-            if endpoint.pod.load is not None and now - endpoint.heard_at > SILENCE_SECONDS:
+            if endpoint.pod.load is not None and now - endpoint.last_event_at > SILENCE_SECONDS:
                 if not endpoint.silent:
                     log.event("pod_silent", pod=endpoint.name)
                 endpoint.silent = True
@@ -192,8 +195,8 @@ class EventWatcher:
             StreamFault: It has ended, or is not a stream of events.
         """
         connection = await pool.connect()
-        follower = _Follower(endpoint, connection)
-        target = f"{contract.PATH_EVENTS}?include={INCLUDE_PROMPT_BLOCKS}"
+        follower = _EventStreamReceiver(endpoint, connection)
+        target = f"{contract.PATH_EVENTS}?include={INCLUDE_PROMPT_BLOCKS}&router={self._router_id}"
         connection.send((format_get(endpoint.address, target, self._get_key()),), follower)
         try:
             async with asyncio.timeout(FIRST_EVENT_SECONDS):

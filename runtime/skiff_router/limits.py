@@ -5,12 +5,15 @@ use up to one minute's amount at once. The tokens of a request are known at its 
 the size of its body, and the difference is settled then. What a request takes beyond the amount is a debt that delays later
 ones, so in the long run the limit holds exactly, and no request is too large to be served at all.
 
-The counts are those of one router.
+Routers that are peers share the limits (`peers`). Each reports the total that its own requests have taken, and its peers take the
+difference to its last report from their buckets. All buckets agree once every router has the last report of every other one, in
+whatever order the reports came. A total that is reported for the first time may be old, and a part of it refilled since. In that
+case a router lowers its buckets to what is left at the peer, if that is less.
 """
 
 import math
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Final, TypeVar
@@ -22,7 +25,7 @@ from skiff_runtime.errors import ConfigError, RequestError
 
 MAX_FILE_BYTES: Final = 1 << 20
 BYTES_PER_TOKEN: Final = 4
-"""For the estimate of a prompt before its tokens are known; English text has about this many."""
+"""Bytes per token assumed for a prompt before its tokens are known; close to English text."""
 BUSY_RETRY_SECONDS: Final = 1
 """Retry-After where the concurrency is exhausted: no bucket says when a request will end."""
 _MINUTE: Final = 60.0
@@ -51,13 +54,13 @@ class RateLimited(RequestError):
 
 
 class KeyLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
-    """The limits of one key as the file has them: a field that is left out is that of the default, null is no limit."""
+    """The limits of one key as the limits file has them. A missing field takes the default's value; null means unlimited."""
 
     requests_per_minute: _Field = msgspec.UNSET
     tokens_per_minute: _Field = msgspec.UNSET
     concurrency: _Field = msgspec.UNSET
 
-    def over(self, default: "KeyLimits") -> "KeyLimits":
+    def with_defaults(self, default: "KeyLimits") -> "KeyLimits":
         """Return these limits, with those of ``default`` for the fields that are left out."""
         fields = {
             name: getattr(default if getattr(self, name) is msgspec.UNSET else self, name)
@@ -73,7 +76,7 @@ class Limits:
     default: KeyLimits = KeyLimits()
     keys: dict[str, KeyLimits] = field(default_factory=dict)
 
-    def of(self, name: str) -> KeyLimits:
+    def for_key(self, name: str) -> KeyLimits:
         """Return the limits of a key's name."""
         return self.keys.get(name, self.default)
 
@@ -104,7 +107,7 @@ def read_limits(path: str, flag: str) -> Limits:
         raise ConfigError(f"{source}: 'keys' has {len(parsed.keys)} names; give at most {MAX_API_KEYS}")
     default = _decode(parsed.default, KeyLimits, f"{source}: 'default'")
     keys = {
-        name: _decode(raw, KeyLimits, f"{source}: 'keys.{name}'").over(default)
+        name: _decode(raw, KeyLimits, f"{source}: 'keys.{name}'").with_defaults(default)
         for name, raw in parsed.keys.items()
     }
     return Limits(default, keys)
@@ -115,6 +118,21 @@ def _decode(data: bytes | msgspec.Raw, kind: type[StructT], source: str) -> Stru
         return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, RecursionError) as error:  # ValidationError is a DecodeError, too
         raise ConfigError(f"{source}: {error}") from None
+
+
+class KeyUsage(msgspec.Struct, frozen=True):
+    """The use of one key's limits by the requests of one router.
+
+    ``requests``, ``tokens``: what they have taken since the router began. ``in_flight``: requests that have not ended.
+    ``requests_left``, ``tokens_left``: what is left there of a minute's amounts after the requests of all routers, a debt
+    if it is below 0; None without such a limit.
+    """
+
+    requests: int = 0
+    tokens: int = 0
+    in_flight: int = 0
+    requests_left: float | None = None
+    tokens_left: float | None = None
 
 
 class _Bucket:
@@ -150,15 +168,64 @@ class _Bucket:
 
 
 class _KeyState:
-    """The use of one name's limits. ``in_flight``: its requests that have not ended."""
+    """The use of one name's limits.
 
-    __slots__ = ("in_flight", "limits", "requests", "tokens")
+    ``in_flight``: requests of this router that have not ended. ``taken_requests``, ``taken_tokens``: what its requests have
+    taken. ``version``: the limiter's at the last change of these. ``peers``: the same of other routers. The buckets are
+    for the requests of all.
+    """
+
+    __slots__ = (
+        "in_flight",
+        "limits",
+        "peers",
+        "requests",
+        "taken_requests",
+        "taken_tokens",
+        "tokens",
+        "version",
+    )
 
     def __init__(self) -> None:
-        self.in_flight = 0
+        self.in_flight = self.taken_requests = self.taken_tokens = self.version = 0
         self.limits = KeyLimits()
+        self.peers: dict[str, KeyUsage] = {}
         self.requests: _Bucket | None = None
         self.tokens: _Bucket | None = None
+
+    @property
+    def in_flight_anywhere(self) -> int:
+        """The requests of all routers that have not ended."""
+        if not self.peers:
+            return self.in_flight
+        return self.in_flight + sum(each.in_flight for each in self.peers.values())
+
+    def read(self, now: float) -> KeyUsage:
+        """Return the use by this router's requests."""
+        for bucket in (self.requests, self.tokens):
+            if bucket is not None:
+                bucket.refill(now)
+        return KeyUsage(
+            requests=self.taken_requests,
+            tokens=self.taken_tokens,
+            in_flight=self.in_flight,
+            requests_left=None if self.requests is None else self.requests.level,
+            tokens_left=None if self.tokens is None else self.tokens.level,
+        )
+
+    def adopt_levels(self, usage: KeyUsage, now: float) -> None:
+        """Lower the buckets to what is left at a router that was not known before."""
+        for bucket, left in ((self.requests, usage.requests_left), (self.tokens, usage.tokens_left)):
+            if bucket is not None and left is not None:
+                bucket.refill(now)
+                bucket.level = min(bucket.level, left)
+
+    def charge_peer(self, requests: int, tokens: int, now: float) -> None:
+        """Take what another router's requests have taken since its last report."""
+        for bucket, amount in ((self.requests, requests), (self.tokens, tokens)):
+            if bucket is not None and amount:
+                bucket.refill(now)
+                bucket.take(amount)
 
     def set_limits(self, limits: KeyLimits, now: float) -> None:
         self.limits = limits
@@ -178,11 +245,11 @@ def _resized(bucket: _Bucket | None, per_minute: _Field, now: float) -> _Bucket 
 class Admission:
     """One admitted request. It holds its place in the concurrency until ``end``, which every request reaches once."""
 
-    __slots__ = ("_clock", "_is_over", "_state", "_taken")
+    __slots__ = ("_is_over", "_limiter", "_state", "_taken")
 
-    def __init__(self, state: _KeyState, taken: int, clock: Callable[[], float]) -> None:
+    def __init__(self, limiter: "RateLimiter", state: _KeyState, taken: int) -> None:
         """``taken``: tokens that were taken in advance."""
-        self._clock = clock
+        self._limiter = limiter
         self._state = state
         self._is_over = False
         self._taken = taken
@@ -192,10 +259,7 @@ class Admission:
         if self._is_over:
             return
         self._is_over = True
-        self._state.in_flight -= 1
-        if self._state.tokens is not None:
-            self._state.tokens.refill(self._clock())
-            self._state.tokens.take(tokens - self._taken)
+        self._limiter.settle(self._state, tokens - self._taken)
 
 
 class RateLimiter:
@@ -205,22 +269,27 @@ class RateLimiter:
         self._limits = limits
         self._clock = clock
         self._states: dict[str, _KeyState] = {}
+        self.version = 0
+        """It grows with each change that ``read_usage`` reports."""
 
     def replace(self, limits: Limits) -> None:
         """Apply other limits from now on. What each key has used stays counted."""
         self._limits = limits
         now = self._clock()
         for name, state in self._states.items():
-            state.set_limits(limits.of(name), now)
+            state.set_limits(limits.for_key(name), now)
 
-    def keep_only(self, names: Collection[str]) -> None:
-        """Forget the names that have no key any more and no request in flight."""
+    def set_names(self, names: Collection[str]) -> None:
+        """Begin with the names of all keys, and forget those that have none any more and no request in flight."""
+        now = self._clock()
+        for name in sorted(names):
+            self._find(name, now)
         for name in [name for name in self._states if name not in names]:
             if not self._states[name].in_flight:
                 del self._states[name]
 
     def in_flight(self) -> dict[str, int]:
-        """Return the requests in flight by the name of their key."""
+        """Return this router's requests in flight by the name of their key."""
         return {name: self._states[name].in_flight for name in sorted(self._states)}
 
     def admit(self, name: str, estimated_tokens: int) -> Admission:
@@ -230,24 +299,74 @@ class RateLimiter:
             RateLimited: A limit of the key is used up. Its ``retry_after_seconds`` are those until the limit allows a request.
         """
         now = self._clock()
-        state = self._states.get(name)
-        if state is None:
-            state = self._states[name] = _KeyState()
-            state.set_limits(self._limits.of(name), now)
+        state = self._find(name, now)
         self._check(name, state, now)
         if state.requests is not None:
             state.requests.take(1)
         if state.tokens is not None:
             state.tokens.take(estimated_tokens)
+        state.taken_requests += 1
+        state.taken_tokens += estimated_tokens
         state.in_flight += 1
-        return Admission(state, estimated_tokens, self._clock)
+        self.version = state.version = self.version + 1
+        return Admission(self, state, estimated_tokens)
+
+    def settle(self, state: _KeyState, tokens: int) -> None:
+        """Take what an ended request used beyond what was taken for it in advance, and free its place."""
+        if state.tokens is not None:
+            state.tokens.refill(self._clock())
+            state.tokens.take(tokens)
+        state.taken_tokens += tokens
+        state.in_flight -= 1
+        self.version = state.version = self.version + 1
+
+    def read_usage(self, since: int) -> dict[str, KeyUsage]:
+        """Return the use by this router's requests, of the names for which it has changed after the version ``since``."""
+        now = self._clock()
+        return {name: state.read(now) for name, state in self._states.items() if state.version > since}
+
+    def record_peer(self, peer: str, usage: Mapping[str, KeyUsage]) -> None:
+        """Count the use by the requests of another router, of the names in ``usage``. ``peer``: that router's id."""
+        now = self._clock()
+        for name, used in usage.items():
+            state = self._find(name, now)
+            before = state.peers.get(peer)
+            # Lower totals are those of a peer that forgot the key meanwhile, and counts from 0 again.
+            if before is None or used.requests < before.requests:
+                state.adopt_levels(used, now)
+            else:
+                state.charge_peer(used.requests - before.requests, used.tokens - before.tokens, now)
+            state.peers[peer] = used
+
+    def end_peer_requests(self, peer: str) -> None:
+        """Treat all requests of another router as ended, because it does not answer. What they took stays counted."""
+        for state in self._states.values():
+            if peer in state.peers:
+                state.peers[peer] = msgspec.structs.replace(state.peers[peer], in_flight=0)
+
+    def forget_peer(self, peer: str) -> None:
+        """Forget another router, which has ended. What its requests took stays counted."""
+        for state in self._states.values():
+            state.peers.pop(peer, None)
+
+    def _find(self, name: str, now: float) -> _KeyState:
+        """Return the state of a name. A new one is reported, so that peers know its totals before they grow."""
+        state = self._states.get(name)
+        if state is None:
+            state = self._states[name] = _KeyState()
+            state.set_limits(self._limits.for_key(name), now)
+            self.version = state.version = self.version + 1
+        return state
 
     def _check(self, name: str, state: _KeyState, now: float) -> None:
         limits = state.limits
-        if isinstance(limits.concurrency, int) and state.in_flight >= limits.concurrency:
+        if (
+            isinstance(limits.concurrency, int)
+            and (in_flight := state.in_flight_anywhere) >= limits.concurrency
+        ):
             raise RateLimited(
                 "concurrency",
-                f"the API key {name!r} has {state.in_flight} requests in progress, as many as it may have; "
+                f"the API key {name!r} has {in_flight} requests in progress, which is its limit; "
                 "retry when one has ended",
                 retry_after_seconds=BUSY_RETRY_SECONDS,
             )

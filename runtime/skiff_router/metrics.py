@@ -31,8 +31,11 @@ class RouterMetrics:
         *,
         in_flight_by_key: Callable[[], dict[str, int]],
         lost_usage_lines: Callable[[], int],
+        peers: Callable[[], int] | None,
     ) -> None:
-        """``connections``: returns the number of open connections of clients."""
+        """``connections``: returns the number of open connections of clients. ``peers``: of other replicas that share the limits;
+        None for a router that shares none.
+        """
         self._in_flight_by_key = in_flight_by_key
         self._page = CollectorRegistry()
         self._registry = registry
@@ -123,6 +126,10 @@ class RouterMetrics:
             ("key",),
             registry=self._page,
         )
+        if peers is not None:
+            Gauge(
+                "skiff_router_peers", "Other replicas that share the limits, and answer.", registry=self._page
+            ).set_function(peers)
         self._reloaded = Gauge(
             "skiff_router_last_reload_successful",
             "1 while the content of the flag's file is in force, 0 while it cannot be used.",
@@ -166,11 +173,11 @@ class RouterMetrics:
         self._waiting.labels(model).inc(change)
 
     def record_wait(self, model: str, outcome: str) -> None:
-        """Count the end of a wait: released, timeout, unavailable, left or rejected."""
+        """Count the end of a wait: released, timeout, unavailable, disconnected or rejected."""
         self._waits.labels(model, outcome).inc()
 
     def record_scale_request(self, model: str, result: str) -> None:
-        """Count a request for pods: asked, conflict or failed."""
+        """Count a request for pods: accepted, conflict or failed."""
         self._scale_requests.labels(model, result).inc()
 
     def record_first_pod_request(self, model: str, seconds: float) -> None:

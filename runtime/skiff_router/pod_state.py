@@ -1,14 +1,13 @@
-"""A pod as its own events describe it: load, state, and the prompt blocks that its prefix cache holds.
+"""The state of a pod as its events report it: load, readiness, and the prompt blocks in its prefix cache.
 
-Reports are as old as the last event. So each request that was sent since then counts, too, until a report may include it;
-and its prompt counts as cached at once, because a request that follows it to the pod finds it cached. If no report confirms
-that in time, it no longer counts.
+Reports lag. So each request sent since the last report counts until a report acknowledges it, or until it ends, for as
+long as the pod is expected to compute it. Its prompt counts as cached at once, because a later request with the same
+prefix will find it; it stops counting after ``EXPECTED_SECONDS`` without confirmation.
 """
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from skiff_runtime.prompt_blocks import DEFAULT_BYTES_PER_TOKEN, PROMPT_BLOCK_BYTES
 from skiff_runtime.state_events import (
@@ -26,15 +25,12 @@ MAX_PROMPT_BLOCKS: Final = 1 << 17
 EXPECTED_SECONDS: Final = 10.0
 """Time after which a prompt that was sent, and is not reported as cached, is expected no longer."""
 REPORT_LAG_SECONDS: Final = 0.005
-"""Time in which a request reaches the pod's API process, and its next report this router.
-
-A request is counted twice from the first report that includes it until one that is this much younger than the request.
-"""
+"""Time in which a request reaches the pod's API process, and its next report this router: by a pod that acknowledges none."""
 _READY: Final = "ready"
 FULL_KV_CACHE: Final = 0.95
 """Fraction from which on a waiting request waits for the end of another one."""
 MEAN_WEIGHT: Final = 0.05
-"""Of the newest request in the mean of the tokens that a request here has to compute."""
+"""Weight of the newest request in the moving average of uncached tokens."""
 RUNNING_WEIGHT: Final = 0.02
 """Steps by which each running request puts a pod off, since every further one makes the steps of all longer."""
 
@@ -64,6 +60,13 @@ class Prompt:
 NO_PROMPT: Final = Prompt((), 0)
 
 
+class _UnacknowledgedRequest(NamedTuple):
+    """A request that no report includes. ``tokens``: those that are not cached."""
+
+    sent_at: float
+    tokens: int
+
+
 class PodState:
     """The reports of one pod. Without a stream of events, ``load`` is None and no block counts as cached."""
 
@@ -74,16 +77,16 @@ class PodState:
         """None if it is not known which LoRA adapters the pod has."""
         self.prompt_blocks: set[int] = set()
         """Reported as cached, or expected to be when a further request runs."""
-        self.unseen_requests = 0
-        """Requests of this router that no report includes."""
-        self.unseen_tokens = 0
-        """Tokens that these will have to compute."""
+        self.acknowledges = False
+        """Its reports list the requests of this router that they include."""
+        self.unacknowledged_tokens = 0
+        """Tokens that the unacknowledged requests will have to compute."""
         self.free_at = 0.0
-        """Expected end of the work in the last report, by the clock of the reports."""
+        """Expected end of the work in the last report and of the requests since, by the clock of the reports."""
         self.reported_tokens = 0.0
         """Tokens to compute that the last report includes."""
-        self.unseen_seconds = 0.0
-        """Expected seconds of the work that no report includes, and of the step of a first token."""
+        self.first_token_seconds = 0.0
+        """Expected seconds of a first token beside its prompt and what is queued: its step, and the wait for a slot."""
         self.token_seconds = 0.0
         """Measured seconds of one prompt token; 0.0 if the pod has not reported them."""
         self.accepts_requests = True
@@ -94,12 +97,19 @@ class PodState:
             int, float
         ] = {}  # blocks that are not reported, and when they were sent, oldest first
         self._mean_tokens = 0.0
-        self._unseen: deque[tuple[float, int]] = deque()
+        self._reported_free_at = 0.0
+        self._unacknowledged: dict[int, _UnacknowledgedRequest] = {}
+        """By the number of the request, oldest first."""
+
+    @property
+    def unacknowledged_requests(self) -> int:
+        """Return the number of requests of this router that no report includes."""
+        return len(self._unacknowledged)
 
     @property
     def requests(self) -> int:
         """Return the requests in flight at the pod, from all routers."""
-        return self.unseen_requests + (0 if self.load is None else self.load.requests)
+        return self.unacknowledged_requests + (0 if self.load is None else self.load.requests)
 
     def apply(self, event: StateEvent, now: float) -> None:
         """Apply an event that arrived at ``now``, in seconds of any clock."""
@@ -109,11 +119,14 @@ class PodState:
                 self._record_load(event.load, now)
                 if event.adapters is not None:
                     self.adapters = event.adapters
+                for number in event.received:
+                    self._drop_unacknowledged(number)
                 self.record_report(now)
             case Snapshot():
                 self.accepts_requests = event.state == _READY
                 self._record_load(event.load, now)
                 self.isolates_keys = event.isolates_keys
+                self.acknowledges = event.acknowledges
                 self.adapters = event.adapters
                 self.prompt_blocks = set(event.prompt_blocks[:MAX_PROMPT_BLOCKS])
                 self._expected.clear()
@@ -128,14 +141,14 @@ class PodState:
                 pass
 
     def record_report(self, now: float) -> None:
-        """Record that the last report holds as of ``now``: it includes the requests that were sent before."""
-        unseen, oldest = self._unseen, now - REPORT_LAG_SECONDS
-        while unseen and unseen[0][0] <= oldest:
-            self.unseen_requests -= 1
-            self.unseen_tokens -= unseen.popleft()[1]
+        """Record that the last report holds as of ``now``."""
+        pending, oldest = self._unacknowledged, now - REPORT_LAG_SECONDS
+        while pending and not self.acknowledges and pending[first := next(iter(pending))].sent_at <= oldest:
+            self._drop_unacknowledged(first)
         if self._expected:
             self._expire(now)
-        self._update_unseen()
+        self.free_at = max(self._reported_free_at, now) + self._estimate_seconds(self.unacknowledged_tokens)
+        self._update_unacknowledged()
 
     def _expire(self, now: float) -> None:
         """Expect no longer what should have been reported."""
@@ -144,12 +157,12 @@ class PodState:
             del expected[block]
             self.prompt_blocks.discard(block)
 
-    def record_prompt(self, now: float, prompt: Prompt) -> int:
-        """Record a request that is sent at ``now``, by its prompt. Return how many of its first blocks are cached here."""
+    def record_prompt(self, now: float, prompt: Prompt, number: int) -> int:
+        """Record a request that is sent at ``now``, by its prompt and its number. Return how many of its first blocks are cached here."""
         if self.load is None:
             return 0  # no report would ever include it
         cached = self.count_cached_blocks(prompt.blocks)
-        self.record_request(now, prompt.count_uncached_tokens(cached))
+        self.record_request(now, prompt.count_uncached_tokens(cached), number)
         if len(self.prompt_blocks) < MAX_PROMPT_BLOCKS:
             for block in prompt.blocks[cached:]:
                 if block not in self.prompt_blocks:
@@ -157,15 +170,27 @@ class PodState:
                     self.prompt_blocks.add(block)
         return cached
 
-    def record_request(self, now: float, tokens: int) -> None:
+    def record_request(self, now: float, tokens: int, number: int) -> None:
         """Record a request that is sent at ``now`` and has ``tokens`` that are not cached at the pod."""
         if self.load is None:
             return  # no report would ever include it
-        self._unseen.append((now, tokens))
-        self.unseen_requests += 1
-        self.unseen_tokens += tokens
+        self._unacknowledged[number] = _UnacknowledgedRequest(now, tokens)
+        self.unacknowledged_tokens += tokens
+        self.free_at = max(self.free_at, now) + self._estimate_seconds(tokens)
         self._mean_tokens += MEAN_WEIGHT * (tokens - self._mean_tokens)
-        self._update_unseen()
+        self._update_unacknowledged()
+
+    def forget_request(self, number: int) -> None:
+        """Forget a request that has ended; no-op if a report has included it."""
+        if number in self._unacknowledged:
+            self.free_at -= self._estimate_seconds(self._unacknowledged[number].tokens)
+            self._drop_unacknowledged(number)
+            self._update_unacknowledged()
+
+    def _drop_unacknowledged(self, number: int) -> None:
+        request = self._unacknowledged.pop(number, None)
+        if request is not None:
+            self.unacknowledged_tokens -= request.tokens
 
     def _record_load(self, load: PodLoad, now: float) -> None:
         """Compute what depends on a report alone."""
@@ -178,35 +203,41 @@ class PodState:
             arriving_tokens = load.arriving_tokens
         tokens = load.queued_tokens + load.prefill_tokens + arriving_tokens
         self.reported_tokens = tokens
-        steps = tokens / max(1, load.max_step_tokens) + RUNNING_WEIGHT * load.running
-        self.free_at = now + tokens * load.prefill_token_seconds + steps * load.step_seconds
+        running_seconds = RUNNING_WEIGHT * load.running * load.step_seconds
+        self._reported_free_at = now + self._estimate_seconds(tokens) + running_seconds
 
-    def _update_unseen(self) -> None:
+    def _estimate_seconds(self, tokens: float) -> float:
+        """Return the seconds in which the pod computes ``tokens`` of prompts."""
+        load = self.load
+        if load is None:
+            return 0.0
+        return tokens * (load.prefill_token_seconds + load.step_seconds / max(1, load.max_step_tokens))
+
+    def _update_unacknowledged(self) -> None:
         """Compute what depends on the requests since the last report."""
         load = self.load
         if load is None:
             return
-        self.is_full = load.requests + self.unseen_requests >= load.max_requests
-        tokens = self.unseen_tokens
-        steps = 1.0 + tokens / max(1, load.max_step_tokens)
-        seconds = tokens * load.prefill_token_seconds + steps * load.step_seconds
-        in_flight = load.requests + self.unseen_requests
+        self.is_full = load.requests + self.unacknowledged_requests >= load.max_requests
+        seconds = load.step_seconds
+        in_flight = load.requests + self.unacknowledged_requests
         beyond = in_flight + 1 - load.max_running
         if load.kv_cache_usage > FULL_KV_CACHE and load.waiting:
             beyond = max(beyond, in_flight - load.running + 1)
         if beyond > 0:
             seconds += beyond * load.finish_seconds
-        self.unseen_seconds = seconds
+        self.first_token_seconds = seconds
 
     def forget(self) -> None:
         """Forget everything: the stream of events has ended."""
         self.load = self.adapters = None
         self.prompt_blocks = set()
         self._expected.clear()
-        self.free_at = self.unseen_seconds = self.token_seconds = 0.0
+        self.free_at = self._reported_free_at = self.first_token_seconds = self.token_seconds = 0.0
         self.accepts_requests, self.is_full = True, False
-        self._unseen.clear()
-        self.unseen_requests = self.unseen_tokens = 0
+        self.acknowledges = False
+        self._unacknowledged.clear()
+        self.unacknowledged_tokens = 0
 
     def count_cached_blocks(self, blocks: Sequence[int]) -> int:
         """Return how many of a prompt's first blocks are cached. A block is only cached with all those before it."""

@@ -16,17 +16,17 @@ LEAST_LOAD: Final = "least-load"
 ROUND_ROBIN: Final = "round-robin"
 NAMES: Final = (PREFIX, LEAST_LOAD, ROUND_ROBIN)
 FALLBACK_TOKEN_SECONDS: Final = 1e-4
-"""Of one prompt token, until a pod has measured it."""
+"""Seconds per prompt token, assumed until a pod has measured it."""
 NEAR_SECONDS: Final = 0.002
 """Differences of expected seconds that are noise where no pod has anything of the prompt."""
 NEAR_CACHED_SECONDS: Final = 0.0002
-"""The same where a pod has a part of it."""
-CACHED_BEHIND_TOKENS: Final = 256
+"""Differences of expected seconds that are noise where some pod has a part of the prompt."""
+UNREPORTED_CACHED_TOKENS: Final = 256
 """Tokens that are cached behind the longest known prefix, on average: a part of a block, and the answer to that prompt."""
 NEAR_LOAD: Final = 0.05
 """Differences in the number of requests, as a fraction of the mean, that are noise."""
-MAX_COMPARED: Final = 64
-"""Pods that are compared for one request; of more, some are taken."""
+MAX_CANDIDATES: Final = 64
+"""Maximum number of pods compared for one request; larger clusters are sampled."""
 
 
 class Policy(Protocol):
@@ -76,7 +76,8 @@ class PrefixAware:
     step times. So a prefix draws its requests to one pod until its queue costs more than the prefill elsewhere; then
     another pod computes it once, and has it, too. A new pod is empty, so it gets what is new.
 
-    Pods with the longest known prefix probably hold more than its blocks, so ``CACHED_BEHIND_TOKENS`` count as cached there.
+    Pods with the longest known prefix probably hold more than its blocks, so ``UNREPORTED_CACHED_TOKENS`` count as
+    cached there.
     """
 
     reads_blocks = True
@@ -88,7 +89,7 @@ class PrefixAware:
     def choose(self, endpoints: Sequence[Endpoint], prompt: Prompt, now: float) -> Endpoint:
         """Return the pod with the least expected seconds."""
         blocks, tokens = prompt.blocks, prompt.tokens
-        if len(endpoints) > MAX_COMPARED:
+        if len(endpoints) > MAX_CANDIDATES:
             endpoints = self._select_candidates(endpoints, blocks)
         first = blocks[0] if blocks else None
         mean_rate = 0.0
@@ -111,11 +112,11 @@ class PrefixAware:
                         longest, holders = cached, []
                     holders.append((len(expected), rate))
             busy = pod.free_at - now
-            expected.append((busy if busy > 0 else 0) + pod.unseen_seconds + left * rate)
+            expected.append((busy if busy > 0 else 0) + pod.first_token_seconds + left * rate)
         limit = NEAR_SECONDS
         if holders:
             limit = NEAR_CACHED_SECONDS
-            behind = min(CACHED_BEHIND_TOKENS, prompt.count_uncached_tokens(longest))
+            behind = min(UNREPORTED_CACHED_TOKENS, prompt.count_uncached_tokens(longest))
             for index, rate in holders:
                 expected[index] -= behind * rate
         limit += min(expected)
@@ -124,7 +125,7 @@ class PrefixAware:
 
     def _select_candidates(self, endpoints: Sequence[Endpoint], blocks: Sequence[int]) -> list[Endpoint]:
         """Return a sample of the pods: half from those that hold most of the prompt, half from all, so that an idle one is likely."""
-        half = MAX_COMPARED // 2
+        half = MAX_CANDIDATES // 2
         holders: Sequence[Endpoint] = endpoints
         low, high = 0, len(blocks)
         while low < high:  # the longest prefix that any of them holds
@@ -159,7 +160,7 @@ def _guess_seconds(endpoint: Endpoint, prompt: Prompt, rate: float) -> float:
     if pod.load is None:
         queued: float = endpoint.in_flight * prompt.tokens
     else:
-        queued = pod.reported_tokens + pod.unseen_tokens
+        queued = pod.reported_tokens + pod.unacknowledged_tokens
     return (queued + prompt.count_uncached_tokens(cached)) * rate
 
 

@@ -7,8 +7,9 @@ ends with the error, in the shape of its API, and the client decides.
 
 import asyncio
 import contextlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import count
 from typing import Final
 
 import msgspec
@@ -30,7 +31,7 @@ from skiff_router.request import (
 )
 from skiff_router.retries import MAX_ATTEMPTS, RetryBudget
 from skiff_router.upstream import Failure, UpstreamConnection, UpstreamError, bearer_line
-from skiff_router.waiting_room import Visitor, WaitingRoom
+from skiff_router.waiting_room import WaitingRequest, WaitingRoom
 from skiff_runtime import contract, log
 from skiff_runtime.api.http.anthropic_errors import ANTHROPIC_PATHS, anthropic_error
 from skiff_runtime.api.http.asgi import DISCONNECT_EXTENSION, Receive, Scope, Send
@@ -38,6 +39,7 @@ from skiff_runtime.api.http.auth import get_key
 from skiff_runtime.api.http.request_body import BodyReader, ClientDisconnected
 from skiff_runtime.api.http.request_headers import parse_deadline
 from skiff_runtime.api.http.responses import error_body, get_request_id, get_response_headers, send_error
+from skiff_runtime.api.http.router_header import ROUTER_HEADER, format_router_header
 from skiff_runtime.api.http.usage_header import USAGE_HEADER
 from skiff_runtime.errors import CLIENT_CLOSED_REQUEST, ModelNotFound, RequestError, Unavailable
 from skiff_runtime.sse import encode_event
@@ -60,6 +62,7 @@ _NOT_FORWARDED: Final = frozenset(
         b"upgrade",
         b"x-request-id",
         MODEL_HEADER,
+        ROUTER_HEADER,
         USAGE_HEADER,
     }
 )
@@ -128,8 +131,9 @@ class Exchanges:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProxyContext:
-    """The parts of the router that all requests share."""
+    """The parts of the router that all requests share. ``numbers``: those by which pods acknowledge this router's requests."""
 
+    router_id: str
     registry: Registry
     policy: Policy
     exchanges: Exchanges
@@ -138,6 +142,7 @@ class ProxyContext:
     room: WaitingRoom
     settings: ProxySettings
     budget: RetryBudget
+    numbers: Iterator[int] = field(default_factory=count)
 
 
 class Proxy:
@@ -265,14 +270,14 @@ class _RoutedRequest:
 
         A request whose pods failed under it before the first byte, and which has none left, waits again.
         """
-        visitor: Visitor | None = None
+        waiting: WaitingRequest | None = None
         outcome: Outcome | None = None
         for _ in range(MAX_ROUNDS):
             if self._context.room.must_wait(backend):
-                if visitor is None:
+                if waiting is None:
                     report = self._report_progress if self._wants_stream else _ignore
-                    visitor = Visitor(body_bytes=len(self._body), on_progress=report)
-                await self._context.room.wait(backend, visitor)
+                    waiting = WaitingRequest(body_bytes=len(self._body), on_progress=report)
+                await self._context.room.wait(backend, waiting)
             self._attempts = 0
             outcome = await self._attempt(backend)
             if not self._is_lost(backend, outcome):
@@ -324,10 +329,11 @@ class _RoutedRequest:
             if backend.canary is not None:
                 context.metrics.record_canary_choice(self._model, canary=endpoint.name in backend.canary.pods)
             tried[endpoint] = None
-            cached = endpoint.pod.record_prompt(now, self._prompt)
+            number = next(context.numbers)
+            cached = endpoint.pod.record_prompt(now, self._prompt, number)
             is_known = context.policy.reads_blocks and endpoint.pod.load is not None
             self._expected_cached = self._prompt.count_cached_tokens(cached) if is_known else None
-            outcome = await self._try(endpoint)
+            outcome = await self._try(endpoint, number)
             if not self._is_retryable(outcome):
                 break
         return outcome
@@ -349,14 +355,15 @@ class _RoutedRequest:
         """Return whether a pod does not have the adapter of the request, as one that has just started."""
         return bool(self._adapter) and reply.status == ModelNotFound.status
 
-    async def _try(self, endpoint: Endpoint) -> Outcome:
+    async def _try(self, endpoint: Endpoint, number: int) -> Outcome:
         """Send the request to a pod, wait for the end of its response, and record what that says about the pod."""
         self._pod = endpoint.name
         endpoint.in_flight += 1
         try:
-            outcome = await self._exchange_on_any_connection(endpoint)
+            outcome = await self._exchange_on_any_connection(endpoint, number)
         finally:
             endpoint.in_flight -= 1
+            endpoint.pod.forget_request(number)
         if isinstance(outcome, Broken):
             self._context.metrics.record_failure(self._model, outcome.error.failure)
             log.warning(
@@ -374,26 +381,26 @@ class _RoutedRequest:
             endpoint.record_response()
         return outcome
 
-    async def _exchange_on_any_connection(self, endpoint: Endpoint) -> Outcome:
+    async def _exchange_on_any_connection(self, endpoint: Endpoint, number: int) -> Outcome:
         idle = endpoint.pool.take_idle()
         if idle is not None:
-            outcome = await self._exchange(endpoint, idle)
+            outcome = await self._exchange(endpoint, number, idle)
             if not (isinstance(outcome, Broken) and outcome.error.reused and not outcome.begun):
                 return outcome
             # The pod closed the idle connection at the moment at which it was reused.
         try:
-            return await self._exchange(endpoint, await endpoint.pool.connect())
+            return await self._exchange(endpoint, number, await endpoint.pool.connect())
         except UpstreamError as error:
             return Broken(error, begun=False)
 
-    async def _exchange(self, endpoint: Endpoint, connection: UpstreamConnection) -> Outcome:
+    async def _exchange(self, endpoint: Endpoint, number: int, connection: UpstreamConnection) -> Outcome:
         context = self._context
         self._relay = relay = Relay(self._writer, connection)
         context.exchanges.add(endpoint, relay, connection)
         limit = context.settings.first_byte_seconds
         timer = self._loop.call_later(limit, _expire, relay, connection, limit)
         try:
-            connection.send(self._request(endpoint), relay)
+            connection.send(self._request(endpoint, number), relay)
             outcome = await relay.outcome
             if isinstance(outcome, Streamed):
                 await self._writer.end()
@@ -409,7 +416,7 @@ class _RoutedRequest:
             context.metrics.record_first_byte(self._model, relay.first_byte_at - self._began)
         return outcome
 
-    def _request(self, endpoint: Endpoint) -> tuple[bytes, bytes]:
+    def _request(self, endpoint: Endpoint, number: int) -> tuple[bytes, bytes]:
         """Return the head and the body of the request to a pod."""
         settings, scope = self._context.settings, self._scope
         target = scope["raw_path"]
@@ -422,7 +429,15 @@ class _RoutedRequest:
         if not settings.forward_credentials:
             lines.append(bearer_line(settings.get_backend_key()).encode())
         lines.append(_REPORT_USAGE)
-        lines.append(b"x-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (self._id.encode(), len(self._body)))
+        lines.append(
+            b"%b: %b\r\nx-request-id: %b\r\ncontent-length: %d\r\n\r\n"
+            % (
+                ROUTER_HEADER,
+                format_router_header(self._context.router_id, number),
+                self._id.encode(),
+                len(self._body),
+            )
+        )
         return b"".join(lines), self._body
 
     async def _end_broken(self, relay: Relay, error: UpstreamError) -> None:

@@ -1,9 +1,9 @@
 """The way of one response from a pod to a client: held back while a retry is possible, then passed on as it arrives.
 
-A response that fits ``HELD_BYTES`` and has a length is passed on when it is complete, so that a client never gets a part of a
-JSON body. A stream of events is passed on in whole events, so that the error event which ends a broken one is understood.
-Each piece goes from the parser's callback directly to the client's connection; only a client that reads slowly costs a task,
-and then reading from the pod pauses until the client has caught up.
+A response that fits ``MAX_BUFFERED_BYTES`` and has a length is passed on when it is complete, so that a client never
+gets a part of a JSON body. A stream of events is passed on in whole events, so that the error event which ends a broken
+one is understood. Each piece goes from the parser's callback directly to the client's connection; only a client that
+reads slowly costs a task, and then reading from the pod pauses until the client has caught up.
 """
 
 import asyncio
@@ -13,11 +13,18 @@ from typing import Final
 
 from skiff_router.token_usage import TokenUsage, read_body_usage, read_stream_usage
 from skiff_router.upstream import Headers, UpstreamConnection, UpstreamError
-from skiff_runtime.api.http.asgi import CHUNK_WRITER_EXTENSION, WHOLE_RESPONSE_EXTENSION, Scope, Send
+from skiff_runtime.api.http.asgi import (
+    CHUNK_WRITER_EXTENSION,
+    WHOLE_RESPONSE_EXTENSION,
+    Scope,
+    Send,
+    StartedAwaitable,
+    start_awaitable,
+)
 from skiff_runtime.api.http.request_headers import get_header
 from skiff_runtime.api.http.usage_header import USAGE_HEADER, parse_usage_header
 
-HELD_BYTES: Final = 1 << 20
+MAX_BUFFERED_BYTES: Final = 1 << 20
 """Largest complete response that is held back until its end."""
 MAX_EVENT_BYTES: Final = 1 << 20
 """Bound on the part of an event that is held back; a longer event is passed on in pieces."""
@@ -104,6 +111,8 @@ class ClientWriter:
         If it has begun while its request waited for a pod, the head of the pod's response is dropped.
         """
         self._source = source
+        if self._draining is not None:
+            source.pause()
         if not self.has_begun:
             self._write_head(status, headers)
 
@@ -115,13 +124,13 @@ class ClientWriter:
     def _write_head(self, status: int, headers: Headers) -> None:
         kept = [header for header in headers if header[0] not in _DROPPED]
         kept += self._headers
-        # The first step of the server's ``send`` of a head never waits.
-        steps = self._send({"type": "http.response.start", "status": status, "headers": kept}).__await__()
-        try:
-            next(steps)
-        except StopIteration:
-            return
-        raise AssertionError("the head of a response is written at once")
+        suspended = start_awaitable(
+            self._send({"type": "http.response.start", "status": status, "headers": kept})
+        )
+        if (
+            suspended is not None
+        ):  # the client pipelined this request, and has not read the previous response yet
+            self._begin_drain(suspended)
 
     def release_source(self) -> None:
         """Leave the pod's connection alone from now on: its response is complete, and it may carry the next one."""
@@ -133,9 +142,7 @@ class ClientWriter:
             return
         self._backlog.append(data)
         if self._draining is None:
-            if self._source is not None:
-                self._source.pause()
-            self._draining = asyncio.get_running_loop().create_task(self._drain())
+            self._begin_drain()
 
     async def end(self) -> None:
         """Write the end of the body."""
@@ -148,7 +155,15 @@ class ClientWriter:
         if self._draining is not None:
             self._draining.cancel()
 
-    async def _drain(self) -> None:
+    def _begin_drain(self, head: StartedAwaitable | None = None) -> None:
+        if self._source is not None:
+            self._source.pause()
+        self._draining = asyncio.get_running_loop().create_task(self._drain(head))
+
+    async def _drain(self, head: StartedAwaitable | None) -> None:
+        """Send the backlog, behind a head that the client's connection could not take at once."""
+        if head is not None:
+            await head
         while self._backlog:
             data = b"".join(self._backlog)
             self._backlog.clear()
@@ -187,13 +202,13 @@ class Relay:
         """Hold the response back, or begin to pass it on."""
         self.first_byte_at = self._loop.time()
         self._status, self._headers = status, headers
-        length, content_type = HELD_BYTES + 1, b""
+        length, content_type = MAX_BUFFERED_BYTES + 1, b""
         for name, value in headers:
             if name == b"content-length" and value.isdigit():
                 length = int(value)
             elif name == b"content-type":
                 content_type = value
-        if status in REFUSALS or length <= HELD_BYTES or (status != 200 and self._writer.has_begun):
+        if status in REFUSALS or length <= MAX_BUFFERED_BYTES or (status != 200 and self._writer.has_begun):
             self._held = []
             return
         self._events = content_type.startswith(EVENT_STREAM)
@@ -204,7 +219,7 @@ class Relay:
         if self._held is not None:
             self._held.append(data)
             self._held_bytes += len(data)
-            if self._held_bytes > HELD_BYTES:
+            if self._held_bytes > MAX_BUFFERED_BYTES:
                 self._pass_on_held()
             return
         if not self._events:

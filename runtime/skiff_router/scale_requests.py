@@ -10,6 +10,7 @@ import msgspec
 
 from skiff_router.endpoints import Backend
 from skiff_router.kubernetes_watch import ApiError, ClusterAccess
+from skiff_router.scaling import Scaling
 from skiff_router.upstream import ConnectionPool, bearer_line
 from skiff_router.whole_response import fetch
 from skiff_runtime import contract
@@ -26,19 +27,18 @@ class ScaleRequester:
         self._access = access
         self._pool = ConnectionPool(access.address, access.tls)
 
-    async def request(self, backend: Backend, replicas: int) -> None:
-        """Ask for ``replicas`` pods of the InferenceService that ``backend`` stands for.
+    async def request(self, backend: Backend, seen: Scaling, replicas: int) -> None:
+        """Ask for ``replicas`` pods of the InferenceService that ``backend`` stands for, at the version that was ``seen``.
 
         Raises:
             ApiError: It was refused; with the status ``CONFLICT``, the InferenceService has changed.
             UpstreamError: The API server does not answer. TimeoutError: not in time. OSError: the token cannot be read.
         """
-        assert backend.scaling is not None, "only an InferenceService has pods to ask for"
         namespace, _, name = backend.key.partition("/")
         path = f"/apis/{contract.API_GROUP}/{contract.API_VERSION}/namespaces/{namespace}/inferenceservices/{name}/scale"
         body = msgspec.json.encode(
             {
-                "metadata": {"resourceVersion": backend.scaling.resource_version},
+                "metadata": {"resourceVersion": seen.resource_version},
                 "spec": {"replicas": replicas},
             }
         )

@@ -1,18 +1,20 @@
-"""The number of pods of an InferenceService, as far as it decides whether requests wait for one, and how many are asked for."""
+"""The scale of an InferenceService as the router needs it: whether a pod is expected, and how many pods waiting requests need."""
 
 import math
 from dataclasses import dataclass
 from typing import Final
 
-MOST_AT_ONCE: Final = 4
-"""Pods that waiting requests may ask for; the autoscaler, which sees the load of pods that serve, adds more."""
+MAX_REQUESTED_PODS: Final = 4
+"""Maximum number of pods requested for waiting requests; the autoscaler, which sees the load of pods that serve, adds more."""
 BYTES_PER_TOKEN: Final = 4
 """A coarse estimate for bodies whose tokens nothing has counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scaling:
-    """``replicas``: the desired number of pods. ``max_replicas``: that of autoscaling, 0 without it.
+    """Desired scale and autoscaling targets of one InferenceService.
+
+    ``replicas``: the desired number of pods. ``max_replicas``: that of autoscaling, 0 without it.
 
     ``concurrency`` and ``queued_tokens``: autoscaling's targets of the load of a pod, 0 if they are not set.
     ``start_seconds``: time that the last start took, 0 if none is known. ``resource_version``: that of the InferenceService.
@@ -27,7 +29,7 @@ class Scaling:
 
     @property
     def is_autoscaled(self) -> bool:
-        """Return whether a pod may be asked for."""
+        """Return whether the router may scale the service up."""
         return self.max_replicas > 0
 
     @property
@@ -42,4 +44,4 @@ class Scaling:
             wanted = max(wanted, math.ceil(requests / self.concurrency))
         if self.queued_tokens:
             wanted = max(wanted, math.ceil(body_bytes / BYTES_PER_TOKEN / self.queued_tokens))
-        return min(wanted, MOST_AT_ONCE, self.max_replicas)
+        return min(wanted, MAX_REQUESTED_PODS, self.max_replicas)

@@ -5,10 +5,11 @@ import gc
 import signal
 from collections.abc import Callable, Coroutine
 from typing import Any, Final
+from uuid import uuid4
 
 import uvloop
 
-from skiff_router.app import RouterApp, posts
+from skiff_router.app import RouterApp, proxied_routes
 from skiff_router.config import (
     FLAG_BACKEND_API_KEY_FILE,
     FLAG_LIMITS_FILE,
@@ -19,10 +20,13 @@ from skiff_router.config import (
 from skiff_router.discovery import KubernetesDiscovery
 from skiff_router.endpoints import Registry
 from skiff_router.event_watcher import EventWatcher
+from skiff_router.key_usage import PATH as KEY_USAGE_PATH
+from skiff_router.key_usage import KeyUsageApp
 from skiff_router.kubernetes_watch import ClusterAccess, in_cluster_access
 from skiff_router.limits import Limits, RateLimiter, read_limits
 from skiff_router.metering import Metering
 from skiff_router.metrics import RouterMetrics
+from skiff_router.peers import Peers
 from skiff_router.policies import make_policy
 from skiff_router.prober import Prober
 from skiff_router.proxy import Exchanges, Proxy, ProxyContext, ProxySettings
@@ -31,7 +35,7 @@ from skiff_router.scale_requests import ScaleRequester
 from skiff_router.usage_log import UsageLog
 from skiff_router.waiting_room import WaitingLimits, WaitingRoom
 from skiff_runtime import log
-from skiff_runtime.api.http.auth import AccessPolicy, Principal
+from skiff_runtime.api.http.auth import PROBE_PATHS, AccessPolicy, Principal
 from skiff_runtime.api.http.cors import CorsPolicy
 from skiff_runtime.api.http.http_server import make_http_server
 from skiff_runtime.api.http.key_file import KeyFile
@@ -75,6 +79,7 @@ class RouterServer:
             self._registry,
             lambda: len(self._http.server_state.connections),
             in_flight_by_key=self._limiter.in_flight,
+            peers=self._count_peers if config.peers else None,
             lost_usage_lines=lambda: 0 if self._usage_log is None else self._usage_log.lost,
         )
         limits = WaitingLimits(
@@ -91,11 +96,18 @@ class RouterServer:
         self._metering = Metering(
             limiter=self._limiter, metrics=self._metrics, keys=key_file, log=self._usage_log
         )
+        self._limiter.set_names(self._metering.names())
         self._backend_key: ReloadedFile[str] | None = None
         if config.backend_api_key_file is not None:
             file = config.backend_api_key_file
             self._backend_key = ReloadedFile(file, FLAG_BACKEND_API_KEY_FILE, read_single_key)
+        router_id = uuid4().hex
+        self._key_usage = KeyUsageApp(self._limiter, router_id)
+        self._peers: Peers | None = None
+        if config.peers:
+            self._peers = Peers(config.peers, self._limiter, router_id, self._metering.names)
         context = ProxyContext(
+            router_id=router_id,
             registry=self._registry,
             policy=make_policy(config.policy),
             exchanges=exchanges,
@@ -110,16 +122,20 @@ class RouterServer:
             budget=RetryBudget(),
         )
         self._prober = Prober(self._registry, exchanges, self._get_backend_key)
-        self._watcher = EventWatcher(self._registry, self._get_backend_key)
+        self._watcher = EventWatcher(self._registry, router_id, self._get_backend_key)
         app = AccessMiddleware(
             RouterApp(self._registry, self._metrics, is_ready=self._is_ready),
-            posts=posts(Proxy(context, BodyReader(config.max_request_bytes, max_values=MIN_VALUE_LIMIT))),
+            posts=proxied_routes(
+                Proxy(context, BodyReader(config.max_request_bytes, max_values=MIN_VALUE_LIMIT))
+            ),
+            gets={KEY_USAGE_PATH: self._key_usage} if config.peers else {},
             access=AccessPolicy(
                 keys=KeyRing(()) if key_file is None else key_file.ring,
                 admin_keys=KeyRing(()),
                 cors=CorsPolicy(()),
                 hosts=None,
                 keyless=Principal(),
+                probe_paths=PROBE_PATHS | {KEY_USAGE_PATH},
             ),
             on_rejected=self._metrics.record_rejection,
         )
@@ -137,6 +153,8 @@ class RouterServer:
         tasks = [loop.create_task(self._prober.run()), loop.create_task(self._watcher.run())]
         if self._discovery is not None:
             tasks.append(loop.create_task(self._discovery.run()))
+        if self._peers is not None:
+            tasks.append(loop.create_task(self._peers.run()))
         if self._key_file is not None:
             tasks.append(loop.create_task(self._key_file.watch(self._take_keys)))
         if self._limits_file is not None:
@@ -191,9 +209,9 @@ class RouterServer:
         return file.watch(on_change=change, on_failure=keep)
 
     def _take_keys(self, success: bool) -> None:
-        """Record a reload of the keys, and forget the use of those that are gone."""
+        """Record a reload of the keys, and count for those that there are now."""
         self._metrics.record_reload(FLAG_API_KEY_FILE, success=success)
-        self._limiter.keep_only(self._metering.names())
+        self._limiter.set_names(self._metering.names())
 
     def _take_limits(self, _before: Limits) -> None:
         """Apply changed limits."""
@@ -210,6 +228,9 @@ class RouterServer:
         """Report another key for pods, which the next request sends."""
         log.event("backend_key_reloaded")
 
+    def _count_peers(self) -> int:
+        return 0 if self._peers is None else self._peers.connected
+
     def _warn_of_unknown_names(self) -> None:
         """Report limits for names that no key has: they may be misspelled, and then the default applies."""
         assert self._limits_file is not None
@@ -223,6 +244,7 @@ class RouterServer:
 
     def stop(self) -> None:
         """Stop at once, without a drain."""
+        self._key_usage.close()
         self._http.should_exit = True
 
     def drain(self) -> None:
@@ -246,7 +268,7 @@ class RouterServer:
         await self._exchanges.wait_until_idle(max(0.0, began + limit - loop.time()))
         if self._exchanges.requests:
             log.warning("drain_timed_out", aborted=self._exchanges.requests)
-        self._http.should_exit = True
+        self.stop()
 
 
 def run(config: RouterConfig) -> None:

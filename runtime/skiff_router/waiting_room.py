@@ -1,11 +1,11 @@
 """The waiting room: requests for a model without a ready pod wait here until it has one, in the order of their arrival.
 
-A model may have no pod because it is scaled to zero: then the first request asks for one. Or its pods start, or crashed, or
-are being replaced. Requests are bounded in number and bytes, over all models, and in time. A client that leaves is
-removed with its request's task; a router that drains sends all away, for another replica may serve them.
+A model has no ready pod while it is scaled to zero, or while its pods start, crash or are replaced. At zero, the first
+request scales it up. The number of requests, their bytes and their waiting time are bounded over all models. A draining
+router rejects waiting requests with a 503, so that another replica serves them.
 
-A model with waiting requests is looked at every ``POLL_SECONDS``: a pod becomes available by changes in several places (an
-EndpointSlice, a probe), and a look costs a microsecond.
+The queue of a model is polled every ``POLL_SECONDS``: a pod becomes available by changes in several places (an
+EndpointSlice, a probe), and a poll costs a microsecond.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ POLL_SECONDS: Final = 0.02
 PROGRESS_SECONDS: Final = 1.0
 KEEP_ALIVE_SECONDS: Final = 10.0
 """A stream gets a comment at least this often, so that nothing between takes its connection for dead."""
-ASK_SECONDS: Final = 1.0
+SCALE_INTERVAL_SECONDS: Final = 1.0
 """Interval in which the number of pods may be raised again."""
 CONFLICT_SECONDS: Final = 0.05
 """The watch shows the version that has changed within milliseconds."""
@@ -46,7 +46,7 @@ class WaitingLimits:
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
-class Visitor:
+class WaitingRequest:
     """One request that waits, maybe more than once; its time limit counts from the first time.
 
     ``body_bytes``: size of its body. ``on_progress``: called with the start's progress in words, if it changed or for long.
@@ -70,13 +70,13 @@ class _Queue:
 
     began_at: float
     has_first_pod: bool = False
-    visitors: dict[Visitor, None] = field(default_factory=dict)
+    requests: dict[WaitingRequest, None] = field(default_factory=dict)
     progress: str = WAITING
     progress_at: float = 0.0
-    ask_at: float = 0.0
+    next_request_at: float = 0.0
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     reading: bool = False
-    asking: bool = False
+    is_requesting: bool = False
 
     def begin(self, task: asyncio.Task[None]) -> None:
         """Keep a task until its end."""
@@ -90,7 +90,7 @@ class WaitingRoom:
     def __init__(
         self, limits: WaitingLimits, metrics: RouterMetrics, requester: ScaleRequester | None = None
     ) -> None:
-        """``requester``: asks for pods; without one, the room only waits."""
+        """``requester``: requests pods; without one, the room only waits."""
         self._limits = limits
         self._metrics = metrics
         self._requester = requester
@@ -107,7 +107,7 @@ class WaitingRoom:
         """Return whether a model without a ready pod will have one, so that requests may wait for it."""
         return backend.scaling is not None and backend.scaling.is_expected and self._limits.requests > 0
 
-    async def wait(self, backend: Backend, visitor: Visitor) -> None:
+    async def wait(self, backend: Backend, request: WaitingRequest) -> None:
         """Return when a pod is available to the request.
 
         Raises:
@@ -120,37 +120,37 @@ class WaitingRoom:
         queue = self._queues.get(backend)
         if (
             self._requests >= self._limits.requests
-            or self._body_bytes + visitor.body_bytes > self._limits.body_bytes
+            or self._body_bytes + request.body_bytes > self._limits.body_bytes
         ):
             self._metrics.record_wait(backend.model, "rejected")
             raise QueueFull(
                 f"no pod of the model {backend.model!r} is ready, and {self._requests} requests wait already; retry",
                 retry_after_seconds=_retry_after(backend.scaling, queue, now),
             )
-        if not visitor.deadline:
-            visitor.arrived_at = visitor.reported_at = now
-            visitor.deadline = now + self._limits.seconds
+        if not request.deadline:
+            request.arrived_at = request.reported_at = now
+            request.deadline = now + self._limits.seconds
         if queue is None:
             queue = self._queues[backend] = _Queue(now)
-            queue.begin(asyncio.get_running_loop().create_task(self._look_after(backend, queue)))
-        await self._stay(backend, queue, visitor)
+            queue.begin(asyncio.get_running_loop().create_task(self._serve_queue(backend, queue)))
+        await self._hold(backend, queue, request)
 
     def close(self) -> None:
-        """Send all requests away, and take no more: the router shuts down."""
+        """Reject all waiting requests, and accept no more: the router shuts down."""
         self._is_closed = True
         for queue in list(self._queues.values()):
-            for visitor in list(queue.visitors):
-                _end(visitor, _closed())
+            for request in list(queue.requests):
+                _end(request, _closed())
 
-    async def _stay(self, backend: Backend, queue: _Queue, visitor: Visitor) -> None:
+    async def _hold(self, backend: Backend, queue: _Queue, request: WaitingRequest) -> None:
         """Hold one request until it is released, or its time is over."""
-        visitor.released = asyncio.get_running_loop().create_future()
-        queue.visitors[visitor] = None
-        self._count(backend, visitor, 1)
-        outcome = "left"
+        request.released = asyncio.get_running_loop().create_future()
+        queue.requests[request] = None
+        self._count(backend, request, 1)
+        outcome = "disconnected"
         try:
-            async with asyncio.timeout_at(visitor.deadline):
-                await visitor.released
+            async with asyncio.timeout_at(request.deadline):
+                await request.released
             outcome = "released"
         except TimeoutError:
             outcome = "timeout"
@@ -164,25 +164,27 @@ class WaitingRoom:
             outcome = "unavailable"
             raise
         finally:
-            del queue.visitors[visitor]
-            self._count(backend, visitor, -1)
+            del queue.requests[request]
+            self._count(backend, request, -1)
             self._metrics.record_wait(backend.model, outcome)
 
-    def _count(self, backend: Backend, visitor: Visitor, change: int) -> None:
+    def _count(self, backend: Backend, request: WaitingRequest, change: int) -> None:
         self._requests += change
-        self._body_bytes += change * visitor.body_bytes
+        self._body_bytes += change * request.body_bytes
         self._metrics.record_waiting(backend.model, change)
 
-    async def _look_after(self, backend: Backend, queue: _Queue) -> None:
-        """Look after the requests for one model until none waits."""
+    async def _serve_queue(self, backend: Backend, queue: _Queue) -> None:
+        """Serve the queue of one model until no request waits."""
         loop = asyncio.get_running_loop()
         log.event("requests_wait", model=backend.model)
         try:
-            while queue.visitors and not self._release(backend, queue):
-                self._look(backend, queue, loop.time())
+            while queue.requests and not self._release(backend, queue):
+                self._poll(backend, queue, loop.time())
                 await asyncio.sleep(POLL_SECONDS)
         finally:
             del self._queues[backend]
+            for request in queue.requests:  # none but after an error
+                _end(request, Unavailable("the router could not look for a pod; retry"))
         log.event("requests_waited", model=backend.model, seconds=loop.time() - queue.began_at)
 
     def _release(self, backend: Backend, queue: _Queue) -> bool:
@@ -191,47 +193,48 @@ class WaitingRoom:
         Those that arrive from now on go to the pod directly, behind the released ones: these run first.
         """
         if backend.available():
-            for visitor in sorted(queue.visitors, key=lambda each: each.arrived_at):
-                _end(visitor)
+            for request in sorted(queue.requests, key=lambda each: each.arrived_at):
+                _end(request)
             return True
         if not self.is_expected(backend):
-            for visitor in queue.visitors:
-                _end(visitor, Unavailable(f"the model {backend.model!r} was stopped; no pod is expected"))
+            for request in queue.requests:
+                _end(request, Unavailable(f"the model {backend.model!r} was stopped; no pod is expected"))
             return True
         return False
 
-    def _look(self, backend: Backend, queue: _Queue, now: float) -> None:
-        """Ask for pods, and report the progress of the start."""
-        self._ask(backend, queue, now)
+    def _poll(self, backend: Backend, queue: _Queue, now: float) -> None:
+        """Request pods, and report the progress of the start."""
+        self._request_pods(backend, queue, now)
         if now >= queue.progress_at and not queue.reading:
             queue.reading = True
             queue.begin(asyncio.get_running_loop().create_task(self._read_progress(backend, queue)))
-        for visitor in queue.visitors:
-            changed = queue.progress != visitor.reported and now - visitor.reported_at >= PROGRESS_SECONDS
-            if changed or now - visitor.reported_at >= KEEP_ALIVE_SECONDS:
-                visitor.reported, visitor.reported_at = queue.progress, now
-                visitor.on_progress(queue.progress)
+        for request in queue.requests:
+            changed = queue.progress != request.reported and now - request.reported_at >= PROGRESS_SECONDS
+            if changed or now - request.reported_at >= KEEP_ALIVE_SECONDS:
+                request.reported, request.reported_at = queue.progress, now
+                request.on_progress(queue.progress)
 
-    def _ask(self, backend: Backend, queue: _Queue, now: float) -> None:
-        """Ask for as many pods as the waiting requests need, if fewer are desired."""
+    def _request_pods(self, backend: Backend, queue: _Queue, now: float) -> None:
+        """Request as many pods as the waiting requests need, if fewer are desired."""
         scaling = backend.scaling
         if self._requester is None or scaling is None or not scaling.is_autoscaled:
             return
-        if queue.asking or now < queue.ask_at:
+        if queue.is_requesting or now < queue.next_request_at:
             return
-        needed = scaling.needed(len(queue.visitors), sum(each.body_bytes for each in queue.visitors))
+        needed = scaling.needed(len(queue.requests), sum(each.body_bytes for each in queue.requests))
         if needed > scaling.replicas:
-            queue.asking = True
-            task = self._ask_for(self._requester, backend, queue, needed)
+            queue.is_requesting = True
+            task = self._send_scale_request(self._requester, backend, scaling, queue, needed)
             queue.begin(asyncio.get_running_loop().create_task(task))
 
-    async def _ask_for(
-        self, requester: ScaleRequester, backend: Backend, queue: _Queue, replicas: int
+    async def _send_scale_request(
+        self, requester: ScaleRequester, backend: Backend, scaling: Scaling, queue: _Queue, replicas: int
     ) -> None:
-        result, pause = "asked", ASK_SECONDS
-        is_first = backend.scaling is not None and not backend.scaling.replicas and not queue.has_first_pod
+        """Send a request for pods that was decided on by ``scaling``, which the watch may have replaced meanwhile."""
+        result, pause = "accepted", SCALE_INTERVAL_SECONDS
+        is_first = not scaling.replicas and not queue.has_first_pod
         try:
-            await requester.request(backend, replicas)
+            await requester.request(backend, scaling, replicas)
             if is_first:
                 queue.has_first_pod = True
                 seconds = asyncio.get_running_loop().time() - queue.began_at
@@ -243,8 +246,8 @@ class WaitingRoom:
             if not conflicts:
                 log.warning("pods_not_requested", service=backend.key, reason=error, retry_seconds=pause)
         self._metrics.record_scale_request(backend.model, result)
-        queue.ask_at = asyncio.get_running_loop().time() + pause
-        queue.asking = False
+        queue.next_request_at = asyncio.get_running_loop().time() + pause
+        queue.is_requesting = False
 
     async def _read_progress(self, backend: Backend, queue: _Queue) -> None:
         queue.progress = await read_progress(backend)
@@ -252,15 +255,15 @@ class WaitingRoom:
         queue.reading = False
 
 
-def _end(visitor: Visitor, error: Unavailable | None = None) -> None:
+def _end(request: WaitingRequest, error: Unavailable | None = None) -> None:
     """End the wait of a request, with an error or a pod."""
-    assert visitor.released is not None, "it waits"
-    if visitor.released.done():
+    assert request.released is not None, "it waits"
+    if request.released.done():
         return
     if error is None:
-        visitor.released.set_result(None)
+        request.released.set_result(None)
     else:
-        visitor.released.set_exception(error)
+        request.released.set_exception(error)
 
 
 def _closed() -> Unavailable:

@@ -186,6 +186,10 @@ class DeadlineExceeded(RequestError):
     code = "deadline_exceeded"
 
 
+UNEXPECTED_ERROR: Final = "an internal error; see the server's log"
+"""Message of an ``InternalError`` whose cause is a bug: it has no details for clients."""
+
+
 class InternalError(RequestError):
     """The service failed. The message says where, and whether a retry may help."""
 

@@ -20,14 +20,16 @@ class _Clock:
     """Formats times in UTC, with milliseconds; the seconds are formatted once."""
 
     def __init__(self) -> None:
-        self._second = -1
-        self._text = ""
+        self._latest = (-1, "")
+        """The last second and its text; one attribute, because several threads may log."""
 
     def __call__(self, seconds: float) -> str:
         whole = int(seconds)
-        if whole != self._second:
-            self._text, self._second = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(whole)), whole
-        return f"{self._text}.{int((seconds - whole) * 1000):03d}Z"
+        second, text = self._latest
+        if whole != second:
+            text = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(whole))
+            self._latest = (whole, text)
+        return f"{text}.{int((seconds - whole) * 1000):03d}Z"
 
 
 format_time: Final = _Clock()

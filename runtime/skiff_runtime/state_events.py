@@ -62,7 +62,8 @@ class Snapshot(Struct, frozen=True, tag="snapshot"):
     """The first event of a stream. What it holds replaces everything that was known of the pod.
 
     ``instance`` differs between two starts of a pod. ``state`` is that of ``/readyz``. ``isolates_keys``: requests share cached
-    prefixes only with those of the same API key. KV blocks follow in ``KVBlocksChanged``.
+    prefixes only with those of the same API key. KV blocks follow in ``KVBlocksChanged``. ``acknowledges``: the load events of
+    this stream list the router's requests that they include.
     """
 
     instance: str
@@ -74,14 +75,19 @@ class Snapshot(Struct, frozen=True, tag="snapshot"):
     load: PodLoad
     prompt_blocks: list[int]
     adapters: PodAdapters | None = None
+    acknowledges: bool = False
 
 
 class LoadChanged(Struct, frozen=True, tag="load"):
-    """The pod's state and load, and its adapters where they have changed."""
+    """The pod's state and load, and its adapters where they have changed.
+
+    ``received``: numbers of the subscribing router's requests that this load is the first to include.
+    """
 
     state: str
     load: PodLoad
     adapters: PodAdapters | None = None
+    received: list[int] = []
 
 
 class PromptBlocksChanged(Struct, frozen=True, tag="prompt_blocks"):

@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,15 +15,27 @@ from commands import ClusterError, tail, wait_for
 
 PATH_OF_NODE = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 PR_SET_PDEATHSIG = 1
+SETTLE_SECONDS = 1.0
+"""Time in which a process that was continued stops itself again, if it was about to."""
 
 
 def start_time(pid: int) -> str | None:
     """Return the kernel's start time of a running process in clock ticks, or None when it is gone or a zombie."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
+    fields = _read_stat(pid)
     return None if fields[0] in "ZX" else fields[19]
+
+
+def is_stopped(pid: int) -> bool:
+    """Say whether a process was stopped by a signal."""
+    return _read_stat(pid)[0] == "T"
+
+
+def _read_stat(pid: int) -> list[str]:
+    """Return the fields of a process behind its name, as the kernel prints them: its state first, X when it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ["X"]
 
 
 def _die_with_parent() -> None:
@@ -95,17 +108,30 @@ class Daemon:
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Continue after `pause`."""
-        self._signal(signal.SIGCONT)
+        """Continue after `pause`.
+
+        nsenter stops itself when its child has stopped. If the pause came between the two, nsenter stops once more after it was
+        continued. It must not stay stopped: it would never reap its child, and the node's end would wait for that zombie.
+        """
+
+        def runs() -> bool:
+            self._signal(signal.SIGCONT)
+            time.sleep(SETTLE_SECONDS)
+            return not any(is_stopped(pid) for pid in self._pids())
+
+        wait_for(f"the end of the pause of {self.name}", runs, timeout_seconds=20)
 
     def _signal(self, number: signal.Signals) -> None:
-        """Send a signal to the process and to its children: the node's programs are children of nsenter."""
+        for pid in self._pids():
+            os.kill(pid, number)
+
+    def _pids(self) -> list[int]:
+        """Return the ids of the process's children and its own: the node's programs are children of nsenter."""
         pid = self.pid
         if pid is None:
             raise ClusterError(f"{self.name} does not run")
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        for each in (*map(int, children), pid):
-            os.kill(each, number)
+        return [*map(int, children), pid]
 
     def stop(self, *, grace_seconds: float = 5) -> None:
         """End the process, with SIGKILL after `grace_seconds` of SIGTERM (0: at once), and wait until it is gone."""

@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from commands import ClusterError, output, succeeds, wait_for
+from commands import ClusterError, output, wait_for
 from controlplane import SERVICE_NETWORK
 from daemons import Daemon
 from paths import HERE
@@ -116,13 +116,14 @@ class Node:
             os.kill(pid, signal.SIGKILL)
             wait_for("end of the node", lambda: not self.init.alive(), timeout_seconds=CLEANUP_SECONDS)
         self.init.stop(grace_seconds=0)
-        if succeeds(["ip", "link", "show", LINK]) and self._owns_link():
+        if self._owns_link():
             subprocess.run(["ip", "link", "delete", LINK], capture_output=True, check=False)
         remove_cgroups()
 
     def _owns_link(self) -> bool:
-        link = json.loads(output(["ip", "-j", "link", "show", LINK]))[0]
-        return bool(link.get("ifalias") == str(self.state))
+        # Of all links, because the kernel removes this one with the node's namespaces, at any moment.
+        links = json.loads(output(["ip", "-j", "link", "show"]))
+        return any(link["ifname"] == LINK and link.get("ifalias") == str(self.state) for link in links)
 
 
 def _ip(*words: str) -> None:

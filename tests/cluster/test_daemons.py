@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -61,6 +64,31 @@ def test_pause_stops_it_and_its_children_until_resume(tmp_path: Path) -> None:
     daemon.stop()
     with pytest.raises(ClusterError, match="does not run"):
         daemon.pause()
+
+
+def test_a_parent_that_stops_with_its_child_runs_after_resume(tmp_path: Path) -> None:
+    """As nsenter does, here a moment after its child: the pause comes in between."""
+    script = (
+        "import os, signal, time\n"
+        "child = os.fork()\n"
+        "if not child:\n"
+        "    time.sleep(60)\n"
+        "print(child, flush=True)\n"
+        "while os.WIFSTOPPED(os.waitpid(child, os.WUNTRACED)[1]):\n"
+        "    time.sleep(0.05)\n"
+        "    os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "    os.kill(child, signal.SIGCONT)\n"
+    )
+    daemon = Daemon("nsenter", tmp_path)
+    daemon.start([sys.executable, "-c", script])
+    wait_for("the child", lambda: bool(daemon.log.read_text().strip()), timeout_seconds=20)
+    os.kill(int(daemon.log.read_text()), signal.SIGSTOP)
+    time.sleep(0.01)  # the parent has noticed, and is about to stop
+    daemon.pause()
+    daemon.resume()
+    time.sleep(1.0)
+    assert state(daemon.pid) != "T"
+    daemon.stop()
 
 
 def state(pid: int | None) -> str:

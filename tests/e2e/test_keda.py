@@ -58,8 +58,8 @@ def plane() -> Iterator[ControlPlane]:
 def api(plane: ControlPlane) -> ApiServer:
     """The test's namespace of an API server with the definitions of Skiff and KEDA."""
     server = ApiServer(plane.kubeconfig, NAMESPACE)
-    for name in ("inferenceservices", "modelcaches"):
-        server.install(ROOT / f"manifests/crds/{name}.yaml")
+    for definition in sorted((ROOT / "manifests/crds").glob("*.yaml")):
+        server.install(definition)
     _, _, definitions = keda_programs(layout())
     for definition in sorted(definitions.glob("*.yaml")):
         server.install(definition)

@@ -14,6 +14,7 @@ from router_in_cluster import URL, routers, upgrade
 from traffic_run import TrafficRun
 
 NAME: Final = "adapted"
+CLAIM: Final = "lora-adapters"
 PODS: Final = f"serving.skiff.dev/inferenceservice={NAME}"
 ADAPTERS: Final = {"sql": (1, 8), "law": (2, 4), "late": (3, 8), "large": (4, 64)}
 """Seeds and ranks of the adapters in the hub; the last one has more than the service allows."""
@@ -80,12 +81,18 @@ def adapted(kube: Kube, client: str, helm: Helm, operator: Kube, hub: str) -> It
         upgrade(helm, operator, "router.enabled=true", "router.drainTimeoutSeconds=30")
         wait(lambda: len(routers(operator)) == 2, timeout_seconds=120)
         kube.apply(
+            {
+                "apiVersion": "v1",
+                "kind": "PersistentVolumeClaim",
+                "metadata": {"name": CLAIM},
+                "spec": {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Gi"}}},
+            },
             inference_service(
                 NAME,
                 model={"uri": "demo://", "name": NAME},
                 runtime={"device": "cpu", "dtype": "float32", "env": env},
                 replicas=2,
-                lora={"maxLoras": 4, "maxLoraRank": 16},
+                lora={"maxLoras": 4, "maxLoraRank": 16, "cache": {"claimName": CLAIM}},
                 adapters=[{"name": "sql", "uri": "hf://skiff/sql"}],
             ),
             lora_adapter("law"),
@@ -101,6 +108,7 @@ def adapted(kube: Kube, client: str, helm: Helm, operator: Kube, hub: str) -> It
         yield client
         kube.run("delete", "loraadapters", "--all", "--timeout=60s")
         kube.run("delete", "infsvc", NAME, "--timeout=120s", timeout_seconds=150)
+        kube.run("delete", "pvc", CLAIM, "--timeout=60s", timeout_seconds=90)
 
 
 def test_each_adapter_answers_by_its_name_and_unlike_the_model(kube: Kube, adapted: str) -> None:
@@ -113,6 +121,17 @@ def test_each_adapter_answers_by_its_name_and_unlike_the_model(kube: Kube, adapt
     parents = {each["id"]: each.get("parent") for each in listed}
     assert parents["sql"] == parents["law"] == NAME
     assert ready(kube, "law")[:2] == ("True", "Loaded")
+
+
+def test_adapters_are_downloaded_once_for_all_pods(kube: Kube, adapted: str) -> None:
+    """Both pods see the same files in the claim, one for each adapter."""
+    program = (
+        "import os, pathlib; print(sorted(os.stat(path).st_ino for path in "
+        "pathlib.Path('/adapters').rglob('adapter_model.safetensors')))"
+    )
+    pods = kube.run("get", "pods", "-l", PODS, "-o", "jsonpath={.items[*].metadata.name}").split()
+    files = [json.loads(kube.execute(pod, "python3", "-c", program)) for pod in pods]
+    assert len(pods) == 2 and files[0] == files[1] and len(files[0]) == len(set(files[0])) == 2, files
 
 
 def test_a_bad_adapter_is_refused_and_the_others_stay(kube: Kube, adapted: str) -> None:

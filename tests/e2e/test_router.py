@@ -179,9 +179,13 @@ def test_keys_limits_and_usage(kube: Kube, helm: Helm, operator: Kube, routed: s
     operator.apply({**secret, "stringData": {"keys": "team-a: sk-team-a\nbatch: sk-batch\n"}})
     limits = json.dumps({"keys": {"batch": {"requestsPerMinute": 2}}})
     upgrade(
-        helm, operator, f'router.apiKeysSecret.name="{KEYS}"', f"router.limits={limits}", "router.replicas=1"
+        helm, operator, f'router.apiKeysSecret.name="{KEYS}"', f"router.limits={limits}", "router.replicas=2"
     )
-    wait(lambda: len(routers(operator)) == 1, timeout_seconds=120)
+    wait(lambda: len(routers(operator)) == 2, timeout_seconds=120)
+    wait(
+        lambda: all("peer_found" in operator.run("logs", router) for router in routers(operator)),
+        timeout_seconds=60,
+    )
 
     def post(key: str, **fields: Any) -> tuple[int, dict[str, str], Any]:
         header = [f"authorization: Bearer {key}"] if key else []
@@ -192,9 +196,15 @@ def test_keys_limits_and_usage(kube: Kube, helm: Helm, operator: Kube, routed: s
     status, headers, reply = post("sk-batch")
     assert (status, reply["error"]["code"]) == (429, "rate_limit_exceeded")
     assert 1 <= int(headers["retry-after"]) <= 30
-    (router,) = routers(operator)
-    log = operator.run("logs", router).splitlines()
-    lines = [json.loads(line) for line in log if line.startswith("{")]
+
+    def read_logs() -> list[str]:
+        return [line for router in routers(operator) for line in operator.run("logs", router).splitlines()]
+
+    wait(lambda: sum(line.startswith("{") for line in read_logs()) >= 4, timeout_seconds=30)
+    log = read_logs()
+    lines = sorted(
+        (json.loads(line) for line in log if line.startswith("{")), key=lambda line: str(line["time"])
+    )
     assert [line["key"] for line in lines] == ["team-a", "batch", "batch", "batch"]
     assert [line["status"] for line in lines] == [200, 200, 200, 429]
     assert all(line["completion_tokens"] == 8 and not line["estimated"] for line in lines[:3])

@@ -41,8 +41,8 @@ def test_a_refused_object_is_tried_ever_less_often(api: ApiServer, operator: Ope
     tries = operator.metrics()[REFUSED]
     assert tries <= first[REFUSED] + 3, "a resync is no reason to try again"
     edit(api, drain={"timeoutSeconds": 61})
-    eventually(lambda: operator.metrics()[REFUSED] > tries, "an edit is tried at once", 5)
-    eventually(lambda: operator.metrics()[REFUSED] > tries + 2, "and backs off from a second again", 7)
+    eventually(lambda: operator.metrics()[REFUSED] > tries, "an edit is tried at once", 15)
+    eventually(lambda: operator.metrics()[REFUSED] > tries + 2, "and backs off from a second again", 20)
     api.delete("services", "llama")
     edit(api, drain={"timeoutSeconds": 62})
     eventually(lambda: _is_owned(api), "what was refused is made")

@@ -35,7 +35,9 @@ def added(helm: Helm, *values: str) -> dict[str, Any]:
         each for each in helm.render(ON, *values) if (each["kind"], each["metadata"]["name"]) not in before
     ]
     found = {
-        each["kind"]: each for each in objects if not each["metadata"]["name"].endswith("-dashboard-router")
+        each["kind"]: each
+        for each in objects
+        if not each["metadata"]["name"].endswith(("-dashboard-router", "-peers"))
     }
     assert all(each["metadata"]["labels"]["app.kubernetes.io/name"] == ROUTER for each in found.values())
     return found
@@ -164,10 +166,19 @@ def test_keys_and_limits_are_mounted_where_the_router_reads_them(helm: Helm, tmp
         "round-robin",
         7,
     )
+    (peers,) = found.peers
+    service = next(each for each in helm.render(ON, *values) if each["metadata"]["name"] == f"{ROUTER}-peers")
+    assert service["spec"]["clusterIP"] == "None" and service["spec"]["publishNotReadyAddresses"]
+    assert (
+        service["spec"]["selector"].items()
+        <= objects["Deployment"]["spec"]["template"]["metadata"]["labels"].items()
+    )
+    namespace = service["metadata"]["namespace"]
+    assert peers == (f"{service['metadata']['name']}.{namespace}.svc", container["ports"][0]["containerPort"])
     assert found.limits_file is not None
     limits = read_limits(found.limits_file, "--limits-file")
-    assert limits.of("team-a") == KeyLimits(60, concurrency=None)
-    assert limits.of("other").requests_per_minute == 60
+    assert limits.for_key("team-a") == KeyLimits(60, concurrency=None)
+    assert limits.for_key("other").requests_per_minute == 60
 
 
 def test_policies_are_those_of_the_router() -> None:
@@ -208,16 +219,17 @@ def test_wrong_value_is_refused_by_name(helm: Helm, values: list[str], named: st
     ],
 )
 def test_names_begin_with_the_releases(helm: Helm, values: list[str], release: str, name: str) -> None:
-    bodies = helm.render(
-        ON, *values, "networkPolicy.enabled=true", "monitoring.podMonitors=true", release=release
-    )
+    values = [ON, KEYS, LIMITS, *values, "networkPolicy.enabled=true", "monitoring.podMonitors=true"]
+    bodies = helm.render(*values, release=release)
     ours = [
         each["metadata"]["name"].removeprefix("skiff:skiff-system:")
         for each in bodies
         if each["metadata"].get("labels", {}).get("app.kubernetes.io/name") == ROUTER
     ]
-    assert len(ours) == 8 and len(set(ours)) == 1
-    assert ours[0].startswith(name) and len(ours[0]) <= 63
+    assert len(ours) == 10 and len(set(ours)) == 2
+    router, peers = sorted(set(ours), key=ours.count, reverse=True)
+    assert router.startswith(name) and peers.startswith(name)
+    assert len(router) <= 63 and len(peers) <= 63
 
 
 def test_network_policy_lets_clients_in_and_the_router_to_pods_and_the_api_server(helm: Helm) -> None:
@@ -232,6 +244,13 @@ def test_network_policy_lets_clients_in_and_the_router_to_pods_and_the_api_serve
     assert pods["to"][0]["podSelector"]["matchExpressions"][0]["key"] == contract.LABEL_SERVICE
     values = ["networkPolicy.enabled=true", f"router.clientsFrom:={peers}"]
     assert added(helm, *values)["NetworkPolicy"]["spec"]["ingress"][0]["from"] == json.loads(peers)
+    policy = added(helm, *values, KEYS, LIMITS)["NetworkPolicy"]["spec"]
+    replicas = {"podSelector": policy["podSelector"]}
+    assert policy["ingress"][0]["from"] == [replicas, *json.loads(peers)], "they share the limits"
+    names, others, *rest = policy["egress"]
+    assert [port["port"] for port in names["ports"]] == [53, 53]
+    assert others == {"ports": [{"port": "http", "protocol": "TCP"}], "to": [replicas]}
+    assert rest == [server, pods]
 
 
 def test_monitor_scrapes_the_router(helm: Helm) -> None:

@@ -59,6 +59,35 @@ def test_a_service_is_the_sum_of_its_pods() -> None:
     assert none == ["zero", "0/0", "-", "-", "-", "-", "-", "-", "-"]
 
 
+LORA = """\
+skiff_lora_adapters {adapters}
+skiff_lora_slots{{state="used"}} 2.0
+skiff_lora_slots{{state="idle"}} 1.0
+skiff_lora_slots{{state="empty"}} 5.0
+"""
+
+
+def test_services_with_lora_show_their_adapters_and_slots() -> None:
+    pods = [
+        Pod(
+            f"llama-{number}",
+            "llama",
+            True,
+            BEFORE,
+            Sample.parse(page() + LORA.format(adapters=number), 12.0),
+        )
+        for number in (3, 4)
+    ]
+    without = Pod(
+        "qwen-1", "qwen", True, BEFORE, Sample.parse(page() + 'skiff_lora_slots{state="empty"} 0.0\n', 12.0)
+    )
+    screen = render(["llama", "qwen"], [*pods, without], by_pod=False)
+    head, llama, qwen = screen.splitlines()
+    assert head.endswith("ADAPTERS   LORA SLOTS")
+    assert llama.split()[-2:] == ["4", "6/16"] and qwen.split()[-2:] == ["-", "-"]
+    assert "ADAPTERS" not in render(["qwen"], [without], by_pod=False)
+
+
 def test_a_counter_that_began_anew_has_no_rate() -> None:
     restarted = Pod("llama-1", "llama", True, AFTER, Sample.parse(page(), 14.0))
     _, row = table(render([], [restarted], by_pod=True))

@@ -14,7 +14,7 @@ from skiff_operator.apply import Failure, Goal
 from skiff_operator.cache import Cache, Entry
 from skiff_operator.controller import Controller
 from skiff_operator.errors import ApiConflict, ApiUnavailable
-from skiff_operator.kinds import CONTROLLER_REVISION, INFERENCE_SERVICE
+from skiff_operator.kinds import CONTROLLER_REVISION, INFERENCE_SERVICE, Stage
 from skiff_operator.lora.index import Index
 from skiff_operator.observe import Observer
 from skiff_operator.plan import Step
@@ -22,6 +22,7 @@ from skiff_operator.reconcile import Outcome, Reconciler
 from skiff_operator.resources.metadata import ANNOTATION_SPEC_HASH, LABEL_REVISION
 from skiff_operator.rollout_analyzer import RolloutAnalyzer
 from skiff_operator.settings import Settings
+from skiff_operator.spec import InferenceService
 from skiff_operator.watch_streams import StreamKey, WatchStreams, watched
 from skiff_operator.workqueue import Key
 from skiff_runtime import contract
@@ -140,8 +141,11 @@ def test_a_deletion_during_a_reconcile_is_no_bug(recorded: bool) -> None:
     analyzer = RolloutAnalyzer(SETTINGS)
     parts: list[Any] = [observer, Interrupted(observer), None, None, NoChoice(), None, analyzer, SETTINGS]
     reconciler = Reconciler(*parts)
-    with pytest.raises(ApiConflict, match="deleted meanwhile"):
-        asyncio.run(reconciler.reconcile(("default", "llama")))
+    if recorded:
+        assert asyncio.run(reconciler.reconcile(("default", "llama"))) == Outcome(stage=Stage.CHILDREN)
+    else:
+        with pytest.raises(ApiConflict, match="deleted meanwhile"):
+            asyncio.run(reconciler.reconcile(("default", "llama")))
     assert asyncio.run(reconciler.reconcile(("default", "llama"))) == Outcome()
 
 
@@ -208,3 +212,49 @@ def test_an_object_that_is_not_understood_ends_no_watch() -> None:
         return [name for _, name in of._observer.cache]
 
     assert asyncio.run(run()) == ["fine"]
+
+
+class EditsMeanwhile:
+    """The preparation of a scale-in, during which the spec is edited again."""
+
+    def __init__(self, observer: Observer) -> None:
+        self._observer = observer
+
+    async def prepare(self, _service: InferenceService) -> None:
+        """Observe the edit."""
+        edited = raw(replicas=4)
+        edited["metadata"].update(generation=2, resourceVersion="2")
+        self._observer.observe(INFERENCE_SERVICE, edited, "MODIFIED")
+
+
+class Recorder:
+    """An applier that only records the goals that it gets."""
+
+    def __init__(self) -> None:
+        self.goals: list[Goal] = []
+
+    async def run(self, _key: Key, _entry: Entry, _steps: list[Step], goal: Goal) -> list[Failure]:
+        """Succeed."""
+        self.goals.append(goal)
+        return []
+
+
+def test_a_scale_in_that_is_taken_back_while_it_is_prepared_is_not_applied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The pods that it would take serve requests, and would be loaded again."""
+    monkeypatch.setattr(plan, "scales_in", lambda *_: True)
+    observer, applier, analyzer = Observer(Cache(), SETTINGS), Recorder(), RolloutAnalyzer(SETTINGS)
+    observer.observe(INFERENCE_SERVICE, raw(replicas=2), "ADDED")
+    parts: list[Any] = [
+        observer,
+        applier,
+        None,
+        None,
+        NoChoice(),
+        EditsMeanwhile(observer),
+        analyzer,
+        SETTINGS,
+    ]
+    outcome = asyncio.run(Reconciler(*parts).reconcile(("default", "llama")))
+    assert outcome == Outcome(stage=Stage.CHILDREN) and applier.goals == []

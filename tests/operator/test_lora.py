@@ -6,7 +6,7 @@ import pytest
 from apiserver import ApiServer
 from lora_objects import BAD, LAW, SQL, TOO_LARGE, adapter, condition, ready, reported, service, template
 from lora_pods import LoRAPods
-from operator_process import eventually
+from operator_process import OperatorProcess, eventually
 
 
 @pytest.mark.usefixtures("operator")
@@ -15,7 +15,8 @@ def test_adapters_come_and_go_without_a_restart(api: ApiServer) -> None:
     with ExitStack() as stack:
         pods = LoRAPods(api, 1, stack)
         first, second = pods.serve(2)
-        eventually(lambda: condition(api) == ("True", "Loaded"), "both pods have it")
+        eventually(lambda: reported(api).get("sql", {}).get("loadedPods") == 2, "both pods have it")
+        assert condition(api) == ("True", "Loaded")
         assert first.adapters == second.adapters == {"sql": SQL}
         assert reported(api)["sql"] == {
             "name": "sql",
@@ -62,14 +63,23 @@ def test_adapters_come_and_go_without_a_restart(api: ApiServer) -> None:
         assert len(api.list("controllerrevisions")) == 1
 
 
-@pytest.mark.usefixtures("operator")
-def test_a_bad_adapter_is_refused_and_touches_nobody(api: ApiServer) -> None:
+def count_loads(operator: OperatorProcess) -> dict[str, float]:
+    """The requests to load adapters so far, by result."""
+    samples = operator.metrics()
+    return {
+        result: samples[f"skiff_operator_adapter_requests_total{{action=load,result={result}}}"]
+        for result in ("done", "failed", "refused")
+    }
+
+
+def test_a_bad_adapter_is_refused_and_touches_nobody(api: ApiServer, operator: OperatorProcess) -> None:
+    before = count_loads(operator)
     api.create("inferenceservices", service(adapters=[{"name": "sql", "uri": SQL}]))
     with ExitStack() as stack:
         pods = LoRAPods(api, 2, stack)
         pods.refused[BAD] = TOO_LARGE
         first, second = pods.serve(2)
-        eventually(lambda: condition(api) == ("True", "Loaded"), "the good one")
+        eventually(lambda: reported(api).get("sql", {}).get("loadedPods") == 2, "the good one")
         api.create("loraadapters", adapter("bad", BAD))
         eventually(lambda: ready(api, "bad")[:2] == ("False", "AdapterRefused"), "refused")
         assert TOO_LARGE in ready(api, "bad")[2]
@@ -87,6 +97,8 @@ def test_a_bad_adapter_is_refused_and_touches_nobody(api: ApiServer) -> None:
         api.create("loraadapters", adapter("law", LAW))
         eventually(lambda: ready(api, "law")[0] == "True", "others load")
         assert len(first.calls) + len(second.calls) == calls + 2, "what was refused is not tried again soon"
+        loads = count_loads(operator)
+        assert (loads["done"] - before["done"], loads["refused"] - before["refused"]) == (4, 2)
         api.merge("loraadapters", "bad", {"spec": {"uri": "hf://org/good"}})
         eventually(lambda: ready(api, "bad")[0] == "True", "another uri is tried at once")
 
@@ -113,7 +125,11 @@ def test_what_can_be_loaded_nowhere_says_why(api: ApiServer) -> None:
     api.merge("inferenceservices", "llama", {"spec": {"replicas": 2}})
     with ExitStack() as stack:
         first, second = LoRAPods(api, 3, stack).serve(2)
-        eventually(lambda: ready(api, "early")[0] == "True", "the others do not disturb it")
+        eventually(
+            lambda: api.get("loraadapters", "early")["status"].get("loadedPods") == 2,
+            "the others do not disturb it",
+        )
+        assert ready(api, "early")[0] == "True"
         assert first.adapters == second.adapters == {"early": SQL}
 
 

@@ -11,8 +11,8 @@ from services import service
 from skiff_operator import plan as objects_plan
 from skiff_operator import revisions
 from skiff_operator.errors import InvalidSpec
-from skiff_operator.lora import plan
-from skiff_operator.lora.plan import Attempt, Fault, Step, View, Wanted
+from skiff_operator.lora import fetcher, plan
+from skiff_operator.lora.plan import Attempt, DesiredAdapter, Fault, PodAdapters, Step
 from skiff_operator.lora.spec import LoRAAdapter, parse
 from skiff_operator.resources import deployment, lora_config
 from skiff_operator.settings import Settings
@@ -32,15 +32,15 @@ def lora_adapter(
     return parse({"metadata": {**meta, "creationTimestamp": created}, "spec": body})
 
 
-def wanted(name: str = "sql", path: str = "hf://org/sql", **fields: Any) -> Wanted:
-    return Wanted(name=name, uri=path, path=path, **fields)
+def wanted(name: str = "sql", path: str = "hf://org/sql", **fields: Any) -> DesiredAdapter:
+    return DesiredAdapter(name=name, uri=path, path=path, **fields)
 
 
 def view(
     listed: Mapping[str, str] | None, *, pod: str = "a", fault: Fault | None = None, **failed: Fault
-) -> View:
+) -> PodAdapters:
     attempts = {name: Attempt("hf://org/sql", each, 1, 0.0) for name, each in failed.items()}
-    return View(pod, listed, {}, attempts, fault)
+    return PodAdapters(pod, listed, {}, attempts, fault)
 
 
 def revision(of: InferenceService) -> tuple[str, str]:
@@ -111,10 +111,60 @@ def test_adapters_are_written_to_what_pods_share_unless_a_model_cache_keeps_it()
     )
 
 
+@pytest.mark.parametrize("model", ["hf://org/base", "pvc://weights/base", "demo://"])
+@pytest.mark.parametrize(
+    ("cache", "source"),
+    [
+        ({"claimName": "adapters"}, {"persistentVolumeClaim": {"claimName": "adapters"}}),
+        ({"hostPath": "/srv/lora"}, {"hostPath": {"path": "/srv/lora", "type": "Directory"}}),
+    ],
+)
+def test_adapters_have_a_cache_of_their_own(
+    model: str, cache: dict[str, str], source: dict[str, Any]
+) -> None:
+    """Whatever keeps the model: one download for all pods that share the cache."""
+    of = service(model={"uri": model}, lora={"cache": cache})
+    for each in (of, msgspec.structs.replace(of, model_cache=MountedCache("base"))):
+        settings = Settings(allow_host_path=True)
+        spec = objects_plan.built_deployment(objects_plan.objects(each, settings))["spec"]["template"]["spec"]
+        (container,) = spec["containers"]
+        (volume,) = [volume for volume in spec["volumes"] if volume["name"] == "adapters"]
+        assert volume == {"name": "adapters", **source}
+        writable = [mount["mountPath"] for mount in container["volumeMounts"] if not mount.get("readOnly")]
+        assert "/adapters" in writable and "/cache" not in writable and "/model" not in writable
+        flag = container["args"].index("--lora-download-dir")
+        assert container["args"][flag + 1] == "/adapters"
+
+
+@pytest.mark.parametrize(
+    ("fields", "shared"),
+    [
+        ({"lora": {}}, False),
+        ({"lora": {}, "cache": {"size": "1Gi"}}, True),
+        ({"lora": {}, "cache": {"claimName": "weights"}}, True),
+        ({"lora": {}, "cache": {"hostPath": "/srv"}}, False),
+        ({"lora": {"cache": {"claimName": "adapters"}}}, True),
+        ({"lora": {"cache": {"hostPath": "/srv"}}, "cache": {"size": "1Gi"}}, False),
+    ],
+)
+def test_credentials_need_a_claim_that_pods_share(fields: dict[str, Any], shared: bool) -> None:
+    of = service(model={"uri": "hf://org/base"}, **fields)
+    private = lora_adapter("law", "hf://org/law", credentialsSecretRef={"name": "hub"})
+    (found,) = plan.desired_adapters(of, [private])
+    assert (found.problem is None) == shared
+    if shared:
+        made = fetcher.build(of, private, Settings())["spec"]
+        (container,) = made["containers"]
+        directory = container["args"][container["args"].index("--download-dir") + 1]
+        assert directory in [mount["mountPath"] for mount in container["volumeMounts"]]
+        assert not [mount for mount in container["volumeMounts"] if mount.get("readOnly")]
+        assert {volume["name"] for volume in made["volumes"]} == {"tmp", directory.strip("/")}
+
+
 def test_names_are_given_in_the_order_of_age() -> None:
     of = service(adapters=[SQL])
     younger = lora_adapter("b", name="law", created="2026-01-02T00:00:00Z")
-    found = plan.wanted(
+    found = plan.desired_adapters(
         of, [lora_adapter("a", name="law"), younger, lora_adapter("c", name="sql"), lora_adapter("llama")]
     )
     assert [(each.name, each.source, each.problem and each.problem.reason) for each in found] == [
@@ -138,13 +188,13 @@ def test_names_are_given_in_the_order_of_age() -> None:
     ],
 )
 def test_pods_reach_sources_and_the_claim_of_their_model(model: str, uri: str, path: str | None) -> None:
-    (found,) = plan.wanted(service(model={"uri": model}, lora={}), [lora_adapter("sql", uri)])
+    (found,) = plan.desired_adapters(service(model={"uri": model}, lora={}), [lora_adapter("sql", uri)])
     assert (found.path or None, found.problem is None) == (path, path is not None)
 
 
 def test_there_is_a_limit() -> None:
     many = [lora_adapter(f"a{number:03d}") for number in range(plan.MAX_ADAPTERS + 2)]
-    found = plan.wanted(service(lora={}), many)
+    found = plan.desired_adapters(service(lora={}), many)
     assert [each.problem.reason for each in found if each.problem] == ["TooManyAdapters"] * 2
     with pytest.raises(InvalidSpec, match="at most 64"):
         service(adapters=[{"name": f"a{number}", "uri": "hf://org/x"} for number in range(65)])
@@ -208,7 +258,7 @@ HAS = view({"sql": "hf://org/sql"})
     ],
 )
 def test_an_adapter_is_ready_when_every_ready_pod_answers_for_it(
-    views: list[View], ready: bool, reason: str, count: int
+    views: list[PodAdapters], ready: bool, reason: str, count: int
 ) -> None:
     found = plan.status(wanted(), views)
     assert (found.ready, found.reason, found.loaded_pods) == (ready, reason, count)
@@ -220,8 +270,8 @@ def test_pods_start_only_with_adapters_that_one_has_and_none_refuses() -> None:
         view({"sql": "hf://org/sql", "law": "hf://org/law"}),
         view({"law": "hf://org/law"}, pod="b", sql=REFUSED),
     ]
-    assert plan.started_with([wanted(), law], views) == [Adapter(name="law", uri="hf://org/law")]
-    assert plan.started_with([wanted()], [view({"sql": "hf://org/old"})]) == []
+    assert plan.startup_adapters([wanted(), law], views) == [Adapter(name="law", uri="hf://org/law")]
+    assert plan.startup_adapters([wanted()], [view({"sql": "hf://org/old"})]) == []
 
 
 def test_any_state_of_a_pod_comes_to_what_is_wanted() -> None:

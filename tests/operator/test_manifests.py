@@ -2,6 +2,8 @@
 
 import json
 import re
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -115,6 +117,20 @@ def test_the_operators_environment_is_understood() -> None:
     assert from_arguments([], environ) == Settings(lease_namespace="given", identity="given")
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     assert ports == {"metrics": contract.OPERATOR_METRICS_PORT, "health": contract.OPERATOR_HEALTH_PORT}
+
+
+@pytest.mark.parametrize("path", sorted(CHART.glob("dashboards/*.json")), ids=lambda path: path.stem)
+def test_panels_of_a_dashboard_have_ids_and_places_of_their_own(path: Path) -> None:
+    panels = json.loads(path.read_text())["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    cells: dict[tuple[int, int], dict[str, Any]] = {}
+    for panel in panels:
+        place = panel["gridPos"]
+        for x, y in product(
+            range(place["x"], place["x"] + place["w"]), range(place["y"], place["y"] + place["h"])
+        ):
+            other = cells.setdefault((x, y), panel)
+            assert x < 24 and other is panel, f"{panel['title']} is over {other['title']}"
 
 
 def dashboard_expressions() -> list[tuple[str, str]]:

@@ -10,7 +10,7 @@ from skiff_operator.kinds import INFERENCE_SERVICE, POD
 from skiff_operator.metrics import ObjectsCollector
 from skiff_operator.observe import Observer
 from skiff_operator.settings import Settings
-from skiff_operator.status import DEGRADED, PROGRESSING, Condition, Status
+from skiff_operator.status import DEGRADED, PROGRESSING, AdapterStatus, Condition, Status
 
 OURS = {"service_namespace": "default", "service": "llama"}
 ROLLING_OUT = "skiff_operator_inferenceservice_rolling_out"
@@ -54,6 +54,16 @@ def test_only_what_is_degraded_has_a_series_with_its_reason(observer: Observer) 
     entry = observer.cache.get_or_create(("default", "llama"))
     entry.status = conditions(**{DEGRADED: "InsufficientGPU"})
     assert series(observer, name) == [({**OURS, "reason": "InsufficientGPU"}, 1)]
+
+
+def test_adapters_are_counted_where_there_are_some(observer: Observer) -> None:
+    name = "skiff_operator_inferenceservice_adapters"
+    assert series(observer, name) == []
+    entry = observer.cache.get_or_create(("default", "llama"))
+    entry.adapters = tuple(
+        AdapterStatus(name=each, uri="hf://a/b", ready=each != "bad") for each in ("a", "b", "bad")
+    )
+    assert series(observer, name) == [({**OURS, "ready": "true"}, 2), ({**OURS, "ready": "false"}, 1)]
 
 
 def test_restarts_are_counted_from_when_they_are_seen_and_outlive_their_pods(observer: Observer) -> None:

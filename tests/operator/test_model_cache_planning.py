@@ -1,16 +1,20 @@
 """The pure parts of ModelCaches: the fan-out over nodes, the choice by a service, failures with remedies, and the status."""
 
-from typing import Any
+import asyncio
+from typing import Any, cast
 
 import pytest
 from msgspec.structs import replace
 from services import hub, service
 
+from skiff_operator.cache import Cache
+from skiff_operator.client import Client
 from skiff_operator.errors import InvalidSpec, Retryable
 from skiff_operator.model_caches import claim, fan_out, fetcher, nodes, prefetch, report, spec
-from skiff_operator.model_caches.fetcher import FETCH, Fetcher
+from skiff_operator.model_caches.controller import ModelCacheController
+from skiff_operator.model_caches.fetcher import ANNOTATION_GENERATION, FETCH, Fetcher
 from skiff_operator.model_caches.index import Index, has_model
-from skiff_operator.model_caches.report import Facts, Progress
+from skiff_operator.model_caches.report import Facts, Progress, Status
 from skiff_operator.model_caches.spec import ModelCache
 from skiff_operator.plan import objects
 from skiff_operator.resources import model_cache_claim
@@ -237,8 +241,8 @@ def test_pods_mount_the_directory_of_a_shared_claim() -> None:
 
 def test_the_fetcher_of_a_claim_is_restricted_and_touches_its_own_directory() -> None:
     cache = model_cache(**SHARED, nodeSelector={"pool": "a"}, serviceAccountName="reader")
-    body = fetcher.build(cache, SETTINGS, node=claim.place(cache), peers=[])
-    assert body["metadata"]["namespace"] == "default" and claim.place(cache) == "default/models"
+    body = fetcher.build(cache, SETTINGS, node=claim.target_name(cache), peers=[])
+    assert body["metadata"]["namespace"] == "default" and claim.target_name(cache) == "default/models"
     pod_spec = body["spec"]
     assert "initContainers" not in pod_spec and pod_spec["securityContext"]["fsGroup"] == 65532
     assert "affinity" not in pod_spec and pod_spec["nodeSelector"] == {"pool": "a"}
@@ -320,6 +324,40 @@ def test_failures_are_classified_with_a_remedy(log: str, reason: str, remedy: st
     state = {"terminated": {"exitCode": contract.EXIT_FETCH_FAILED, "message": f"first line\n{text}\n"}}
     found = fetcher.read(pod(lastState=state))
     assert found.reason == reason and remedy in found.message
+
+
+def test_secrets_in_the_log_of_a_fetcher_are_not_shown() -> None:
+    line = 'fetch_failed message="cannot reach https://host.example/x?token=s3cret&X-Amz-Signature=abcdef0123456789abcdef"'
+    state = {"terminated": {"exitCode": contract.EXIT_FETCH_FAILED, "message": f"first line\n{line}\n"}}
+    message = fetcher.read(pod(lastState=state)).message
+    assert "cannot reach" in message and "s3cret" not in message and "abcdef" not in message
+
+
+@pytest.mark.parametrize("text", ["x", "-1", "", "\u0661", "9" * 30])
+def test_generation_that_somebody_else_wrote_is_that_of_no_spec(text: str) -> None:
+    found = pod()
+    found["metadata"]["annotations"][ANNOTATION_GENERATION] = text
+    assert fetcher.read(found).generation == 0
+
+
+def test_a_cache_expires_only_at_the_version_whose_retention_is_over() -> None:
+    """Its owner may have changed the retention since it was listed."""
+    sent: list[tuple[str, dict[str, Any]]] = []
+
+    class Api:
+        delete = Client.delete
+
+        async def request(self, method: str, _path: str, body: dict[str, Any]) -> None:
+            sent.append((method, body))
+
+    controller = ModelCacheController(
+        cast(Client, Api()), Index(Settings()), Cache(), Settings(), synced=lambda: True
+    )
+    cache = model_cache(retentionSeconds=60)
+    unused = Status(1, 0, 0, 0, (), unused_since="2026-01-01T00:00:00Z")
+    assert asyncio.run(controller._expire(cache, unused))
+    preconditions = {"uid": cache.uid, "resourceVersion": cache.resource_version}
+    assert [(method, body["preconditions"]) for method, body in sent] == [("DELETE", preconditions)]
 
 
 def pod(**container: Any) -> dict[str, Any]:

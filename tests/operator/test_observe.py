@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from services import raw, service
 
-from skiff_operator import plan
+from skiff_operator import plan, status
 from skiff_operator.cache import Cache
 from skiff_operator.kinds import DEPLOYMENT, INFERENCE_SERVICE, POD, SERVICE, Kind, Stage
 from skiff_operator.observe import Observer, ReconcileRequest
@@ -231,3 +231,19 @@ def test_pods_of_others_with_our_label_are_not_counted(observer: Observer, pod: 
     assert observer.cache.get_or_create(KEY).pods == {}
     assert observer.observe(POD, pod_of("llama"), "ADDED") == STATUS
     assert list(observer.cache.get_or_create(KEY).pods) == ["llama-7d9f-x"]
+
+
+def test_the_response_to_our_own_status_does_not_hide_a_later_version(observer: Observer) -> None:
+    """Otherwise each later write would be refused as one of an old version, and no event would mend that."""
+    annotated = raw()
+    annotated["metadata"].update(resourceVersion="11", annotations={"team": "search"})
+    observer.observe(INFERENCE_SERVICE, annotated, "MODIFIED")
+    response = raw()
+    response["metadata"]["resourceVersion"] = "10"
+    written = status.Status(1, 1, 0, 0, "", "", "", ())
+    observer.observe_status(KEY, response, written)
+    entry = observer.cache.get_or_create(KEY)
+    assert entry.resource_version == "11" and entry.status is not written
+    response["metadata"]["resourceVersion"] = "12"
+    observer.observe_status(KEY, response, written)
+    assert entry.resource_version == "12" and entry.status is written

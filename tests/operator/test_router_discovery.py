@@ -212,10 +212,12 @@ def test_router_asks_for_pods_at_the_version_that_it_has_seen(api: ApiServer, ac
                     await asyncio.sleep(0.05)
             backend = registry.find("routed").backend
             running.cancel()
-            await requester.request(backend, 1)
+            seen = backend.scaling
+            assert seen is not None
+            await requester.request(backend, seen, 1)
             assert await asyncio.to_thread(replicas) == 1
             with pytest.raises(ApiError) as refused:
-                await requester.request(backend, 2)
+                await requester.request(backend, seen, 2)
             assert refused.value.status == CONFLICT, "its version is that of zero replicas"
             assert await asyncio.to_thread(replicas) == 1
         finally:

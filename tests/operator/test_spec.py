@@ -160,6 +160,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
         "spec.model.fetch: only gs",
     ),
     ({"kernelCache": {}}, "exactly one of claimName and hostPath"),
+    ({"lora": {"cache": {}}}, "spec.lora.cache: set exactly one of claimName and hostPath"),
+    (
+        {"lora": {"cache": {"claimName": "a", "hostPath": "/a"}}},
+        "spec.lora.cache: set exactly one of claimName and hostPath",
+    ),
     ({"kernelCache": {"claimName": "a"}, "runtime": {"device": "cpu"}}, "only device cuda compiles"),
     ({"runtime": {"device": "cpu", "gpuResourceName": "a.b/c"}}, "only device cuda takes GPUs"),
     ({"runtime": {"device": "tpu"}}, "Invalid enum value 'tpu'"),
@@ -177,6 +182,7 @@ UNWELCOME: list[tuple[dict[str, Any], str]] = [
     ({"model": {"uri": "file:///models/a"}}, "--allow-host-path"),
     ({"model": hub(), "cache": {"hostPath": "/srv"}}, "--allow-host-path"),
     ({"kernelCache": {"hostPath": "/srv"}}, "kernelCache.hostPath: host paths are off"),
+    ({"lora": {"cache": {"hostPath": "/srv"}}}, "spec.lora.cache.hostPath: host paths are off"),
     (
         {"kernelCache": {"claimName": "a"}, "runtime": {"args": ["--kernel-cache-dir=/a"]}},
         "--kernel-cache-dir is set by spec.kernelCache",

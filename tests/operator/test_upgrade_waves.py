@@ -61,3 +61,13 @@ def test_a_turn_ends_when_the_new_template_has_proven_itself(fields: dict[str, s
     assert not waves.admit(SECOND)
     cache.get_or_create(FIRST).status = upgraded(**fields).get_or_create(FIRST).status
     assert waves.admit(SECOND) is over, "as the leader that gave the turn sees it"
+
+
+def test_no_turn_is_given_before_the_turns_in_all_namespaces_are_known() -> None:
+    cache, listed = upgraded(ready="False"), False
+    late = cache.get_or_create(FIRST)
+    del cache._entries[FIRST]  # its namespace is not listed yet
+    waves = UpgradeWaves(cache, SETTINGS, is_complete=lambda: listed)
+    assert not waves.admit(SECOND)
+    cache._entries[FIRST], listed = late, True
+    assert not waves.admit(SECOND), "the first one has a turn"

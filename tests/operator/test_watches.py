@@ -106,6 +106,7 @@ def test_a_list_of_one_namespace_forgets_nothing_of_another(
     operator = start()
     create(api, "here")
     create(other, "there")
+    settle(operator)
     relist(proxy, "inferenceservices", api.namespace, "event")
     relist(proxy, "deployments", api.namespace, "event")
     relist(proxy, "services", api.namespace, "status")

@@ -129,7 +129,9 @@ def test_arrivals_beyond_the_bound_are_reported() -> None:
         async with scripted_server(lambda _: None) as url:
             driver = Driver(Client(url, "model"), right_answers("right"), options())
             running = asyncio.create_task(driver.run())
-            await asyncio.sleep(0.5)
+            async with asyncio.timeout(30):
+                while driver.report()["not_sent"] < 36:  # noqa: ASYNC110 (the driver sends no event)
+                    await asyncio.sleep(0.01)
             running.cancel()
             return driver.report()
 

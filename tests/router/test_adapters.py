@@ -9,7 +9,7 @@ from fake_pod import SNAPSHOT, Answer, PodRequest, json_response, pods
 from routers import RunningRouter, make_config, router, run, until
 
 from skiff_router.discovery import Discovery, InferenceService
-from skiff_router.endpoints import RESIDENT_LEAD, Backend, Endpoint, Registry, Route
+from skiff_router.endpoints import MAX_RESIDENT_IMBALANCE, Backend, Endpoint, Registry, Route
 from skiff_router.prompts import read_prompt
 from skiff_router.request import read_body
 from skiff_router.upstream import Address
@@ -107,7 +107,7 @@ def test_pods_with_the_adapter_in_a_slot_are_preferred_until_they_are_busy() -> 
     assert backend.select_adapter([without, loaded, resident, silent], "sql") == [resident]
     assert backend.select_adapter([without, loaded, silent], "sql") == [loaded, silent]
     assert backend.select_adapter([without], "sql") == [without], "it says so itself"
-    resident.in_flight = RESIDENT_LEAD
+    resident.in_flight = MAX_RESIDENT_IMBALANCE
     assert backend.select_adapter([loaded, resident], "sql") == [resident]
     resident.in_flight += 1
     assert backend.select_adapter([loaded, resident], "sql") == [loaded, resident]

@@ -10,6 +10,7 @@ from skiff_router.server import RouterServer
 from skiff_runtime.errors import ConfigError
 
 BACKEND = "--backend=a=http://127.0.0.1:1"
+LIMITED = (BACKEND, "--api-key-file=/keys", "--limits-file=/limits")
 
 
 def parse(*words: str) -> RouterConfig:
@@ -30,6 +31,10 @@ def parse(*words: str) -> RouterConfig:
         ((BACKEND, "--port=65536"), "--port 65536"),
         ((BACKEND, "--max-connections=0"), "--max-connections must be at least 1"),
         ((BACKEND, "--limits-file=/limits"), "--limits-file without --api-key-file"),
+        ((BACKEND, "--peers=a:1"), "--peers without --limits-file"),
+        ((*LIMITED, "--peers=http://a:1"), "--peers 'http://a:1' is not HOST:PORT"),
+        ((*LIMITED, "--peers=a:0"), "--peers 'a:0' is not HOST:PORT"),
+        ((*LIMITED, *(f"--peers=a:{port + 1}" for port in range(17))), "--peers is given 17 times"),
         ((BACKEND, "--backend-api-key-file=/key"), "--backend-api-key-file without --api-key-file"),
         ((BACKEND, "--api-key-file=/keys", "--backend-api-key-file=/none"), "/none cannot be read"),
     ],
@@ -40,7 +45,8 @@ def test_unusable_option_is_refused(words: tuple[str, ...], message: str) -> Non
 
 
 def test_options_are_kept() -> None:
-    config = parse(BACKEND, "--api-key-file=/keys", "--limits-file=/limits", "--usage-log=-")
+    config = parse(*LIMITED, "--usage-log=-", "--peers=routers:8080", "--peers=[::1]:8081")
+    assert config.peers == (("routers", 8080), ("::1", 8081))
     assert (config.api_key_file, config.limits_file, config.usage_log) == ("/keys", "/limits", "-")
 
 

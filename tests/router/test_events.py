@@ -83,12 +83,24 @@ def test_pod_that_begins_to_drain_gets_nothing_more() -> None:
 
 def test_silent_pod_is_passed_over_until_it_speaks_again() -> None:
     async def test(running: RunningRouter, started: list[FakePod]) -> None:
+        [endpoint] = [
+            each
+            for each in running.server._registry.backends[0].endpoints
+            if each.address == started[0].address
+        ]
+
+        async def is_silent() -> bool:
+            return endpoint.silent
+
+        async def speaks() -> bool:
+            return not endpoint.silent
+
         started[0].hangs = True
-        await asyncio.sleep(2 * REACTION_SECONDS)  # twice: this process is the pods', too
+        await until(is_silent)
         await send(running, 4)
         assert served(started) == [0, 4]
         started[0].hangs = False
-        await asyncio.sleep(REACTION_SECONDS)
+        await until(speaks)
         await send(running, 4)
         assert served(started) == [2, 2]
 
@@ -150,26 +162,88 @@ def test_stream_that_was_lost_begins_again_with_a_snapshot() -> None:
     run(with_reporting_pods(test, says_ok))
 
 
-def test_requests_count_until_a_report_includes_them() -> None:
+def test_requests_count_until_a_report_acknowledges_them_or_they_end() -> None:
     pod = PodState()
-    pod.record_request(1.0, 100)
-    assert pod.unseen_requests == 0, "without reports the router's own count is used"
+    pod.apply(replace(SNAPSHOT, acknowledges=True), 1.0)
+    for number, tokens in enumerate((100, 50, 7)):
+        pod.record_request(2.0, tokens, number)
+    pod.record_report(60.0)
+    assert (pod.requests, pod.unacknowledged_tokens) == (3, 157), (
+        "a request may be read late, and is not counted twice"
+    )
+    pod.apply(LoadChanged("ready", PodLoad(requests=1), received=[1, 99]), 61.0)
+    assert (pod.requests, pod.unacknowledged_tokens) == (3, 107)
+    pod.forget_request(1)
+    pod.forget_request(2)
+    assert (pod.requests, pod.unacknowledged_tokens) == (2, 100), "one in the report, one on its way"
+
+
+def test_pod_acknowledges_the_requests_of_the_router_that_follows_it() -> None:
+    async def test(running: RunningRouter, started: list[FakePod]) -> None:
+        pod = started[0]
+        pod.report(replace(SNAPSHOT, acknowledges=True))
+        pod._streams[0].writer.transport.abort()  # the router comes back to the new snapshot
+        state = running.server._registry.backends[0].endpoints[0].pod
+
+        async def counts(requests: int) -> None:
+            async def reached() -> bool:
+                return state.acknowledges and state.unacknowledged_requests == requests
+
+            await until(reached)
+
+        await counts(0)
+        posts = [asyncio.create_task(running.post(CHAT, {"model": "a"})) for _ in range(3)]
+        await counts(3)
+
+        async def arrived() -> bool:
+            return len(pod.requests) == 3
+
+        await until(arrived)
+        routers, numbers = zip(
+            *(each.headers["x-skiff-router"].split("/") for each in pod.requests), strict=True
+        )
+        [router_id] = set(routers)
+        assert f"router={router_id}" in pod.event_targets[-1] and len(set(numbers)) == 3
+        pod.report(LoadChanged("ready", PodLoad(requests=2), received=[int(each) for each in numbers[:2]]))
+        await counts(1)
+        assert state.requests == 3
+        posts[2].cancel()
+        await counts(0)
+        for post in posts:
+            post.cancel()
+
+    run(with_reporting_pods(test, never))
+
+
+def test_client_cannot_name_a_router() -> None:
+    async def test(running: RunningRouter, started: list[FakePod]) -> None:
+        await running.client.post(CHAT, json={"model": "a"}, headers={"X-Skiff-Router": "forged/1"})
+        [request] = started[0].requests
+        assert "forged" not in request.headers["x-skiff-router"]
+
+    run(with_reporting_pods(test, says_ok))
+
+
+def test_requests_count_until_a_later_report_where_a_pod_does_not_acknowledge_them() -> None:
+    pod = PodState()
+    pod.record_request(1.0, 100, 0)
+    assert pod.unacknowledged_requests == 0, "without reports the router's own count is used"
     pod.apply(SNAPSHOT, 1.0)
-    pod.record_request(2.0, 100)
-    pod.record_request(3.0, 50)
-    assert (pod.requests, pod.unseen_tokens) == (2, 150)
+    pod.record_request(2.0, 100, 1)
+    pod.record_request(3.0, 50, 2)
+    assert (pod.requests, pod.unacknowledged_tokens) == (2, 150)
     pod.apply(LoadChanged("ready", PodLoad(requests=1)), 2.0 + REPORT_LAG_SECONDS / 2)
-    assert (pod.requests, pod.unseen_tokens) == (3, 150), "this report may be older than the request"
+    assert (pod.requests, pod.unacknowledged_tokens) == (3, 150), "this report may be older than the request"
     pod.record_report(2.5)
-    assert (pod.requests, pod.unseen_tokens) == (2, 50)
+    assert (pod.requests, pod.unacknowledged_tokens) == (2, 50)
     pod.forget()
-    assert (pod.requests, pod.unseen_tokens) == (0, 0)
+    assert (pod.requests, pod.unacknowledged_tokens) == (0, 0)
 
 
 def test_estimate_of_what_arrives_replaces_the_mean() -> None:
     pod = PodState()
     pod.apply(replace(SNAPSHOT, load=PodLoad(max_requests=10)), 1.0)
-    pod.record_request(1.0, 100)
+    pod.record_request(1.0, 100, 0)
     pod.apply(LoadChanged("ready", PodLoad(requests=1, max_requests=10)), 2.0)
     assert 0 < pod.reported_tokens < 100, "a pod without estimates"
     pod.apply(LoadChanged("ready", PodLoad(requests=1, max_requests=10, arriving_tokens=3000)), 2.0)

@@ -11,7 +11,11 @@ from skiff_router.upstream import Failure
 
 def test_documentation_has_type_and_labels_of_each_metric() -> None:
     metrics = RouterMetrics(
-        Registry(), lambda: 1, in_flight_by_key=lambda: {"team": 1}, lost_usage_lines=lambda: 2
+        Registry(),
+        lambda: 1,
+        in_flight_by_key=lambda: {"team": 1},
+        lost_usage_lines=lambda: 2,
+        peers=lambda: 1,
     )
     metrics.record_response("m", 200)
     metrics.record_retry("m")
@@ -19,7 +23,7 @@ def test_documentation_has_type_and_labels_of_each_metric() -> None:
     metrics.record_first_byte("m", 0.1)
     metrics.record_waiting("m", 1)
     metrics.record_wait("m", "released")
-    metrics.record_scale_request("m", "asked")
+    metrics.record_scale_request("m", "accepted")
     metrics.record_first_pod_request("m", 0.03)
     metrics.record_usage("team", "m", TokenUsage(3, 2, 1, estimated=True))
     metrics.record_prefix_hit("m", expected=3, actual=2)

@@ -45,11 +45,25 @@ def prompt(*blocks: int) -> Prompt:
 def choices(endpoints: Sequence[Endpoint], *prompts: Prompt, at: float = 0.0, seed: int = 1) -> list[str]:
     policy = PrefixAware(seed)
     names = []
-    for each in prompts:
+    for number, each in enumerate(prompts):
         chosen = policy.choose(endpoints, each, at)
-        chosen.pod.record_prompt(at, each)
+        chosen.pod.record_prompt(at, each, number)
         names.append(chosen.name)
     return names
+
+
+def test_work_that_was_sent_is_done_in_time() -> None:
+    """A prompt that no report includes keeps its pod busy for as long as it takes to compute, and not until the report."""
+    pod = endpoint("a", blocks=HEAD).pod
+    pod.record_request(0.0, 1000, 1)
+    done = 1000 * IDLE.prefill_token_seconds + 1000 / IDLE.max_step_tokens * IDLE.step_seconds
+    assert pod.free_at == pytest.approx(done)
+    pod.record_request(0.01, 1000, 2)
+    assert pod.free_at == pytest.approx(2 * done), "one after the other"
+    endpoints = [endpoint("a", blocks=HEAD), endpoint("b", blocks=HEAD[:6])]
+    endpoints[0].pod.record_request(0.0, 1000, 1)
+    assert choices(endpoints, prompt(*HEAD), at=0.01) == ["b"]
+    assert choices(endpoints, prompt(*HEAD), at=done) == ["a"]
 
 
 def test_prompt_goes_where_most_of_it_is_cached() -> None:

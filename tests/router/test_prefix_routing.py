@@ -21,6 +21,12 @@ LIMIT_SECONDS = 240
 WORDS = ("river", "stone", "lamp", "orchard", "winter", "copper", "sail")
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pods share this machine: one that is late by some heartbeats is not passed over."""
+    monkeypatch.setattr("skiff_router.event_watcher.SILENCE_SECONDS", 10.0)
+
+
 @pytest.fixture(scope="module")
 def services() -> Iterator[list[Service]]:
     with ExitStack() as stack:

@@ -117,7 +117,11 @@ def test_body_without_a_model_gets_a_400(body: bytes, wanted: str) -> None:
 
 
 @pytest.mark.parametrize("bad", [resets, refuses], ids=["resets", "refuses"])
-def test_request_that_a_pod_did_not_answer_is_retried_on_another_one(bad: Answer) -> None:
+def test_request_that_a_pod_did_not_answer_is_retried_on_another_one(
+    monkeypatch: pytest.MonkeyPatch, bad: Answer
+) -> None:
+    monkeypatch.setattr("skiff_router.prober.PROBE_SECONDS", 60.0)  # a probe would bring it back
+
     async def test() -> None:
         async with routed(bad, says("good")) as (running, (broken, _)):
             for _ in range(4):

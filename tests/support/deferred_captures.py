@@ -46,5 +46,5 @@ def _install(captured: Captured, engine: Engine) -> None:
         [CaptureTask(size, partial(capture, size)) for size in EARLY],
         [CaptureTask(size, partial(capture, size)) for size in DEFERRED],
         has_room=lambda needed: True,
-        agree=engine._agree,
+        all_ranks=engine._all_ranks,
     )

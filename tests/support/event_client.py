@@ -47,10 +47,12 @@ class EventClient:
 
 
 @contextlib.contextmanager
-def following(url: str, *include: str) -> Iterator[EventClient]:
-    """Follow the events of the service at ``url``."""
-    query = "&".join(f"include={each}" for each in include)
-    with httpx.stream("GET", f"{url}/events?{query}", timeout=30) as response:
+def following(url: str, *include: str, router: str = "") -> Iterator[EventClient]:
+    """Follow the events of the service at ``url``, as the router with this ID if it is not empty."""
+    query: dict[str, str | list[str]] = {"include": list(include)}
+    if router:
+        query["router"] = router
+    with httpx.stream("GET", f"{url}/events", params=query, timeout=30) as response:
         assert response.status_code == 200, response.read()
         assert response.headers["content-type"] == "text/event-stream"
         yield EventClient(response)

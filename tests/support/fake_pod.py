@@ -81,6 +81,8 @@ class FakePod:
     reports: bool = False
     """``/events`` is served: a snapshot, what ``report`` is called with, and comments. Otherwise it is a 404."""
     requests: list[PodRequest] = field(default_factory=list)
+    event_targets: list[str] = field(default_factory=list)
+    """Targets of the requests for ``/events``."""
     left: int = 0
     """Connections that the router ended while a request was in progress."""
     address: Address = Address("127.0.0.1", 0)
@@ -133,6 +135,7 @@ class FakePod:
                     writer.write(self.probe)
                     continue
                 if request.target.startswith("/events"):
+                    self.event_targets.append(request.target)
                     if self.reports:
                         await self._stream_events(writer)
                     writer.write(json_response(b"{}", "404 Not Found"))

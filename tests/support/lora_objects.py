@@ -33,7 +33,11 @@ def ready(api: ApiServer, name: str) -> tuple[str, str, str]:
 
 
 def reported(api: ApiServer) -> dict[str, dict[str, Any]]:
-    """The adapters in the status of the InferenceService, by name."""
+    """The adapters in the status of the InferenceService, by name.
+
+    An adapter is Ready as soon as every pod has it that the operator has seen: a test that made two pods ready waits for
+    `loadedPods`, since the operator may see one of them first.
+    """
     return {
         each["name"]: each for each in api.get("inferenceservices", "llama")["status"].get("adapters", [])
     }

@@ -100,7 +100,7 @@ class Frontend(LeaderChannel):
             tp_size,
             should_stop=lambda: self._done,
             profiler=StepProfiler(),
-            read=engine.load_grammar,
+            load_grammar=engine.load_grammar,
         )
         self._requests = Sender(endpoints.rank(0))
         self._waiting = list(enumerate(crowd))
@@ -158,7 +158,9 @@ def serve(
     endpoints = Endpoints(run_dir)
     front = Frontend(endpoints, group.tp_size, crowd, engine) if group.tp_rank == 0 else None
     channel = front or FollowerChannel(
-        Receiver(endpoints.rank(group.tp_rank), RankInputs), beat=lambda: None, read=engine.load_grammar
+        Receiver(endpoints.rank(group.tp_rank), RankInputs),
+        beat=lambda: None,
+        load_grammar=engine.load_grammar,
     )
     scheduler = Scheduler(
         config, eos_token_ids=(), num_pages=engine.num_pages, engine=engine, channel=channel

@@ -39,6 +39,7 @@ def make_config(backends: Mapping[str, tuple[Address, ...]], **changes: Any) -> 
         "policy": "round-robin",
         "api_key_file": None,
         "limits_file": None,
+        "peers": (),
         "usage_log": None,
         "backend_api_key_file": None,
         "first_byte_timeout_seconds": 30.0,

@@ -1,7 +1,7 @@
 """A scheduler over the simulated engine, run turn by turn, with a record of every reply."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -30,7 +30,7 @@ from skiff_runtime.messages import (
     Wire,
 )
 from skiff_runtime.scheduler.channel import Channel, SchedulerInput
-from skiff_runtime.scheduler.scheduler import Scheduler
+from skiff_runtime.scheduler.scheduler import NO_ERRORS, Scheduler
 from skiff_runtime.step import Int32
 
 EOS: Final = VOCAB - 1
@@ -228,7 +228,14 @@ class SchedulerBench:
     """A scheduler, its engine and its clients. ``options`` are fields of ``Config``."""
 
     def __init__(
-        self, *, num_pages: int = 64, max_model_len: int = 128, num_deferred_graphs: int = 0, **options: Any
+        self,
+        *,
+        num_pages: int = 64,
+        max_model_len: int = 128,
+        num_deferred_graphs: int = 0,
+        adapters: Sequence[LoadAdapter] = (),
+        adapter_errors: Mapping[int, str] = NO_ERRORS,
+        **options: Any,
     ) -> None:
         self.config = Config(
             **{
@@ -256,6 +263,8 @@ class SchedulerBench:
             channel=self.channel,
             num_deferred_graphs=num_deferred_graphs,
             adapter_store=self.store,
+            adapters=adapters,
+            adapter_errors=adapter_errors,
         )
         self.replies = Replies()
         self.stats: list[StepStats] = []

@@ -114,7 +114,7 @@ def _serve(
     channel.arriving.extend(requests)
     while channel.arriving or not scheduler.is_idle:
         scheduler.turn()
-        channel.arriving.extend(reader.take_ended())
+        channel.arriving.extend(reader.take_finished())
         while channel.sent:
             served.take(channel.sent.popleft())
         due = [uid for uid in left if uid in served.replies and served.replies[uid].tokens]

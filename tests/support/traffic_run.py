@@ -16,7 +16,7 @@ from kube import Kube, KubectlError, wait
 SOURCE: Final = Path(traffic.__file__)
 DRIVER: Final = "/tmp/traffic.py"
 START_SECONDS: Final = 30
-LONGEST_SECONDS: Final = 1800
+LONGEST_SECONDS: Final = 3600
 RECORD_SECONDS: Final = 240
 
 

@@ -11,7 +11,7 @@ import psutil
 from service import Service, wait_until
 
 MIB: Final = 1 << 20
-ORPHAN_SECONDS: Final = 5.0
+ORPHAN_SECONDS: Final = 30.0
 """Time in which a process notices that its parent is gone."""
 
 

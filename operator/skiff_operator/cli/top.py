@@ -1,4 +1,4 @@
-"""Show the load of InferenceServices, live: requests, tokens a second, KV cache and prefix cache.
+"""Show the load of InferenceServices, live: requests, tokens a second, KV cache, prefix cache and LoRA adapters.
 
 Without a name, one line for each InferenceService of the namespace; with one, a line for each of its pods. The numbers
 are those of the pods' /metrics, read through the API server's proxy: this needs the right `get` on `pods/proxy`, which
@@ -7,6 +7,7 @@ Kubernetes' roles edit and admin have. Rates are over the last interval.
 
 import argparse
 import asyncio
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -30,7 +31,17 @@ _COUNTERS: Final = (
     contract.METRIC_PREFIX_CACHE_QUERIES,
     contract.METRIC_PREFIX_CACHE_HITS,
 )
-_GAUGES: Final = (contract.METRIC_RUNNING, contract.METRIC_QUEUED, contract.METRIC_KV_CACHE_USAGE)
+_GAUGES: Final = (
+    contract.METRIC_RUNNING,
+    contract.METRIC_QUEUED,
+    contract.METRIC_KV_CACHE_USAGE,
+    contract.METRIC_ADAPTERS,
+)
+_LORA_SLOTS: Final = re.compile(
+    rf"{contract.METRIC_LORA_SLOTS}\{{.*?state=\"(?P<state>\w+)\".*?\}} (?P<number>\S+)"
+)
+_LORA: Final = ("ADAPTERS", "LORA SLOTS")
+"""Columns that are shown where a pod serves LoRA adapters."""
 _HEAD: Final = (
     "READY",
     "RUNNING",
@@ -45,20 +56,27 @@ _HEAD: Final = (
 
 @dataclass(frozen=True)
 class Sample:
-    """One scrape of one pod: the sum of each metric's series, at a time in seconds of a steady clock."""
+    """One scrape of one pod: the sum of each metric's series, at a time in seconds of a steady clock.
+
+    `lora_slots`: by their state, used, idle or empty.
+    """
 
     at: float
     values: dict[str, float]
+    lora_slots: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def parse(cls, page: str, at: float) -> "Sample":
         """Read a page of Prometheus' text format, whose lines end with the value."""
         values = dict.fromkeys((*_COUNTERS, *_GAUGES), 0.0)
+        lora_slots: dict[str, float] = {}
         for line in page.splitlines():
             name = line.partition(" ")[0].partition("{")[0]
             if name in values:
                 values[name] += float(line.rpartition(" ")[2])
-        return cls(at, values)
+            elif slots := _LORA_SLOTS.match(line):
+                lora_slots[slots["state"]] = float(slots["number"])
+        return cls(at, values, lora_slots)
 
 
 @dataclass(frozen=True)
@@ -114,6 +132,16 @@ class Row:
             f"{hits / queries:.0%}" if queries and hits is not None else "-",
         ]
 
+    def lora_cells(self) -> list[str]:
+        """Return the cells of the columns on LoRA: the most adapters of a pod, and the slots that hold one, of all."""
+        samples = [pod.after for pod in self.pods if pod.after is not None]
+        slots = sum(sum(sample.lora_slots.values()) for sample in samples)
+        if not slots:
+            return ["-", "-"]
+        filled = slots - sum(sample.lora_slots.get("empty", 0.0) for sample in samples)
+        adapters = max(sample.values[contract.METRIC_ADAPTERS] for sample in samples)
+        return [f"{adapters:.0f}", f"{filled:.0f}/{slots:.0f}"]
+
     def _rate(self, metric: str) -> float | None:
         """Add up the rates of the pods that have one; None if none has."""
         rates = [rate for pod in self.pods if (rate := pod.rate(metric)) is not None]
@@ -163,8 +191,11 @@ def render(services: Sequence[str], pods: Sequence[Pod], *, by_pod: bool) -> str
         rows = [Row(name, [pod for pod in pods if pod.service == name]) for name in services]
     if not rows:
         return "no pods" if by_pod else "no InferenceServices in this namespace"
-    cells = [row.cells() for row in rows]
-    text = table.render(("POD" if by_pod else "NAME", *_HEAD), cells, right=range(2, len(_HEAD) + 1))
+    heads, cells = list(_HEAD), [row.cells() for row in rows]
+    if any(pod.after is not None and sum(pod.after.lora_slots.values()) for pod in pods):
+        heads += _LORA
+        cells = [[*own, *row.lora_cells()] for own, row in zip(cells, rows, strict=True)]
+    text = table.render(("POD" if by_pod else "NAME", *heads), cells, right=range(2, len(heads) + 1))
     failed = [f"pod {pod.name}: {pod.error}" for pod in pods if pod.error]
     return "\n".join([text, *failed])
 

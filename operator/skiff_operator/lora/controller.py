@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import msgspec
 
-from skiff_operator import ownership, status
+from skiff_operator import metrics, ownership, status
 from skiff_operator.apply import clock
 from skiff_operator.cache import Cache, Entry
 from skiff_operator.client import Client
@@ -27,7 +27,7 @@ from skiff_operator.log import logger
 from skiff_operator.lora import fetcher, plan, report
 from skiff_operator.lora.admin_keys import AdminKeys, digest
 from skiff_operator.lora.index import Index
-from skiff_operator.lora.plan import Attempt, Fault, Step, View, Wanted
+from skiff_operator.lora.plan import Attempt, DesiredAdapter, Fault, PodAdapters, Step
 from skiff_operator.lora.pod_client import PodClient
 from skiff_operator.lora.spec import LoRAAdapter
 from skiff_operator.observe import ReconcileRequest
@@ -55,7 +55,7 @@ _RETRY_SECONDS: Final = 10.0
 class _Pod(msgspec.Struct):
     """The state of one container of one pod.
 
-    `loaded`: paths by the names under which this process had it load them; `attempts`: failed loads; `tasks`: requests in flight.
+    `loaded`: paths of adapters that this process loaded into it, by name; `attempts`: failed loads; `tasks`: requests in flight.
     """
 
     restarts: int
@@ -177,11 +177,16 @@ class LoRAController:
         found = entry.service if entry is not None and entry.present and not entry.deleting else None
         adapters = self._index.of(key)
         if entry is None or found is None:
-            await self._report(key, None, [plan.status(each, []) for each in plan.absent(adapters)])
+            await self._report(
+                key,
+                None,
+                adapters,
+                [plan.status(each, []) for each in plan.adapters_without_service(adapters)],
+            )
             return
-        wanted = plan.wanted(found, adapters)
+        wanted = plan.desired_adapters(found, adapters)
         if found.spec.lora is None:
-            await self._report(key, None, [plan.status(each, []) for each in wanted])
+            await self._report(key, None, adapters, [plan.status(each, []) for each in wanted])
             return
         admin_key = await self._keys.key(*key, entry.uid)
         try:
@@ -189,7 +194,7 @@ class LoRAController:
         except Permanent as error:
             problem = Problem(error.reason, str(error))
             refused = [msgspec.structs.replace(each, problem=problem) for each in wanted]
-            await self._report(key, entry, [plan.status(each, []) for each in refused])
+            await self._report(key, entry, adapters, [plan.status(each, []) for each in refused])
             raise
         wanted = await self._fetch(found, service, wanted, adapters)
         pods = _serving(entry)[:MAX_PODS]
@@ -202,11 +207,15 @@ class LoRAController:
             await self._write_config(found, admin_key, now_started_with)
         statuses = [plan.status(each, views) for each in wanted]
         self._plan_retry(service)
-        await self._report(key, entry, statuses)
+        await self._report(key, entry, adapters, statuses)
 
     async def _fetch(
-        self, found: InferenceService, service: _Service, wanted: list[Wanted], adapters: list[LoRAAdapter]
-    ) -> list[Wanted]:
+        self,
+        found: InferenceService,
+        service: _Service,
+        wanted: list[DesiredAdapter],
+        adapters: list[LoRAAdapter],
+    ) -> list[DesiredAdapter]:
         """Let fetchers download the adapters that need credentials; return all adapters, those as awaited that are not complete."""
         by_name = {each.name: each for each in adapters if each.spec.credentials_secret_ref is not None}
         result = []
@@ -245,7 +254,7 @@ class LoRAController:
         for uid, pod in present.items():
             service.pods.setdefault(uid, _Pod(pod.restarts))
 
-    async def _observe(self, service: _Service, pods: list[PodState], admin_key: str) -> list[View]:
+    async def _observe(self, service: _Service, pods: list[PodState], admin_key: str) -> list[PodAdapters]:
         """Ask all ready pods for their adapters."""
         answers = await asyncio.gather(*(self._pods.list(pod.ip, admin_key) for pod in pods))
         views = []
@@ -256,7 +265,7 @@ class LoRAController:
             for name in list(known.attempts):
                 if listed is not None and listed.get(name) == known.attempts[name].path:
                     del known.attempts[name]
-            views.append(View(pod.name, listed, known.loaded, known.attempts, fault))
+            views.append(PodAdapters(pod.name, listed, known.loaded, known.attempts, fault))
         return views
 
     def _apply(
@@ -264,8 +273,8 @@ class LoRAController:
         key: Key,
         service: _Service,
         pods: list[PodState],
-        views: list[View],
-        wanted: list[Wanted],
+        views: list[PodAdapters],
+        wanted: list[DesiredAdapter],
         admin_key: str,
     ) -> bool:
         """Begin the next requests to each pod; return whether anything changes."""
@@ -294,6 +303,8 @@ class LoRAController:
             else:
                 fault = await self._pods.load(pod.ip, admin_key, step.name, step.path, replace=step.replace)
         extra = {"object": "/".join(key), "pod": pod.name, "adapter": step.name}
+        result = "done" if fault is None else "refused" if fault.permanent else "failed"
+        metrics.adapter_requests.labels(step.action, result).inc()
         if fault is not None:
             logger.warning(f"adapter not {step.action}ed", extra={**extra, "error": fault.message})
             last = known.attempts.get(step.name)
@@ -342,15 +353,24 @@ class LoRAController:
             CONFIG_MAP, meta["namespace"], meta["name"], {**live, "data": made["data"]}
         )
 
-    async def _report(self, key: Key, entry: Entry | None, statuses: list[AdapterStatus]) -> None:
-        """Report on the InferenceService, by its next status, and on each LoRAAdapter."""
+    async def _report(
+        self,
+        key: Key,
+        entry: Entry | None,
+        adapters: list[LoRAAdapter],
+        statuses: list[AdapterStatus],
+    ) -> None:
+        """Report on the InferenceService, by its next status, and on each of the LoRAAdapters that `statuses` are about.
+
+        The API server refuses the status of one that was changed meanwhile.
+        """
         if entry is not None and tuple(statuses) != entry.last_adapters:
             entry.adapters = tuple(statuses)
             self._enqueue(ReconcileRequest(key, Stage.STATUS))
         elif entry is not None:
             entry.adapters = tuple(statuses)
         by_source = {each.source: each for each in statuses if each.source}
-        for adapter in self._index.of(key):
+        for adapter in adapters:
             found = by_source.get(adapter.name)
             if found is None:
                 continue
@@ -380,12 +400,14 @@ def _serving(entry: Entry) -> list[PodState]:
     return sorted(found, key=lambda pod: pod.name)
 
 
-def _started_with(wanted: list[Wanted], views: list[View], before: list[Adapter]) -> list[Adapter]:
+def _started_with(
+    wanted: list[DesiredAdapter], views: list[PodAdapters], before: list[Adapter]
+) -> list[Adapter]:
     """Return the adapters with which new pods start; if no pod answers, the earlier ones that are still wanted."""
     if not any(view.listed is not None for view in views):
         valid = {(each.name, each.path) for each in wanted if each.problem is None}
         return [each for each in before if (each.name, each.uri) in valid]
-    return plan.started_with(wanted, views)
+    return plan.startup_adapters(wanted, views)
 
 
 def _done(pod: _Pod, name: str, task: asyncio.Task[None]) -> None:

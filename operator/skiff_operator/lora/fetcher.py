@@ -26,21 +26,16 @@ def name(adapter: LoRAAdapter) -> str:
     return f"lora-{adapter.name[:_NAME_CHARACTERS].rstrip('-.')}-{identity[:10]}"
 
 
-def has_place(service: InferenceService) -> bool:
-    """Return whether the pods of a service share a claim to which a fetcher may write."""
-    cache = service.spec.cache
-    return not service.mounted_cache.name and (cache.claim_name is not None or cache.size is not None)
-
-
 def build(service: InferenceService, adapter: LoRAAdapter, settings: Settings) -> dict[str, Any]:
     """Build the pod. It has the account, the nodes and the image of the serving pods, and not their labels."""
-    mounted = [each for each in volumes.build(service) if not each.serving]
+    names = (volumes.SCRATCH, volumes.ADAPTERS if volumes.has_adapters_volume(service) else volumes.CACHE)
+    mounted = [each for each in volumes.build(service) if each.name in names]
     scheme = model_uri.parse(adapter.spec.uri, field="uri").scheme
     container = containers.fetch(service, settings, [each.mount(writable=True) for each in mounted])
     container["args"] = [
         contract.COMMAND_FETCH,
         *(contract.FLAG_MODEL, adapter.spec.uri),
-        *(contract.FLAG_DOWNLOAD_DIR, volumes.download_directory(service)),
+        *(contract.FLAG_DOWNLOAD_DIR, volumes.adapters_directory(service)),
     ]
     access = credentials.variables(scheme, adapter.spec.credentials_secret_ref)
     endpoint = (
@@ -81,7 +76,7 @@ def build(service: InferenceService, adapter: LoRAAdapter, settings: Settings) -
 
 
 def is_own(live: dict[str, Any], adapter: LoRAAdapter) -> bool:
-    """Return whether a pod is the fetcher of an adapter, and not one that somebody else made under its name."""
+    """Return whether a pod is the fetcher of an adapter, and not a foreign pod of the same name."""
     return controller_uid(live) == adapter.uid
 
 

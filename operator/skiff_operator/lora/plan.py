@@ -1,7 +1,7 @@
 """The plan of the adapters of one InferenceService: which its pods shall have, and the next steps of each pod. Pure.
 
-Deleted adapters leave no record: an adapter that a pod lists and that is not wanted is unloaded. So an adapter that somebody
-loads by hand does not stay.
+Deleted adapters leave no record: an adapter that a pod lists and that is not wanted is unloaded. An adapter that was
+loaded manually is therefore unloaded.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,7 +11,7 @@ import msgspec
 
 from skiff_operator import model_uri
 from skiff_operator.errors import InvalidSpec
-from skiff_operator.lora import fetcher, report
+from skiff_operator.lora import report
 from skiff_operator.lora.spec import LoRAAdapter
 from skiff_operator.resources import volumes
 from skiff_operator.spec import Adapter, InferenceService
@@ -25,10 +25,11 @@ _LAST_RETRY_SECONDS: Final = 120.0
 _REFUSED_RETRY_SECONDS: Final = 300.0
 
 
-class Wanted(msgspec.Struct, frozen=True, kw_only=True):
-    """An adapter that pods shall have. `path` is its URI as pods understand it; `source` the LoRAAdapter, or empty.
+class DesiredAdapter(msgspec.Struct, frozen=True, kw_only=True):
+    """An adapter that every pod of the service should load.
 
-    With a `problem` it can be loaded nowhere; or not yet, if it is `awaited`: pods that have it keep it.
+    `path`: its URI as pods resolve it; `source`: the LoRAAdapter, or empty. `problem`: why it cannot be loaded; with
+    `awaited` it is not available yet, and pods that have it keep it.
     """
 
     name: str
@@ -73,12 +74,12 @@ class Step(NamedTuple):
     replace: bool = False
 
 
-def wanted(service: InferenceService, adapters: Sequence[LoRAAdapter]) -> list[Wanted]:
+def desired_adapters(service: InferenceService, adapters: Sequence[LoRAAdapter]) -> list[DesiredAdapter]:
     """Return the adapters of a service: those of its spec, then those of `adapters`, the oldest first.
 
     Of several with one name, the first is loaded and the others are not.
     """
-    found: list[Wanted] = []
+    found: list[DesiredAdapter] = []
     taken = {service.model_name: "the model"}
     if service.spec.lora is None:
         text = (
@@ -89,10 +90,10 @@ def wanted(service: InferenceService, adapters: Sequence[LoRAAdapter]) -> list[W
     for given in service.spec.adapters:
         found.append(_wanted(service, given, "", taken, len(found)))
     for each in adapters:
-        if each.spec.credentials_secret_ref is not None and not fetcher.has_place(service):
+        if each.spec.credentials_secret_ref is not None and not volumes.shares_adapters(service):
             text = (
                 "credentials stay with the pod that downloads, which needs a claim that the serving pods share; set "
-                f"spec.cache.claimName or size in InferenceService {service.name}"
+                f"spec.lora.cache.claimName, spec.cache.claimName or size in InferenceService {service.name}"
             )
             found.append(_refused(each, Problem("NoSharedCache", text)))
             continue
@@ -101,12 +102,12 @@ def wanted(service: InferenceService, adapters: Sequence[LoRAAdapter]) -> list[W
     return found
 
 
-def awaiting(each: Wanted, problem: Problem) -> Wanted:
+def awaiting(each: DesiredAdapter, problem: Problem) -> DesiredAdapter:
     """Return an adapter whose files are not there yet, for the reason of `problem`."""
     return msgspec.structs.replace(each, problem=problem, awaited=True)
 
 
-def absent(adapters: Iterable[LoRAAdapter]) -> list[Wanted]:
+def adapters_without_service(adapters: Iterable[LoRAAdapter]) -> list[DesiredAdapter]:
     """Return the adapters of an InferenceService that does not exist."""
     return [
         _refused(
@@ -117,13 +118,15 @@ def absent(adapters: Iterable[LoRAAdapter]) -> list[Wanted]:
     ]
 
 
-def _refused(adapter: LoRAAdapter, problem: Problem) -> Wanted:
-    return Wanted(name=adapter.served_name, uri=adapter.spec.uri, source=adapter.name, problem=problem)
+def _refused(adapter: LoRAAdapter, problem: Problem) -> DesiredAdapter:
+    return DesiredAdapter(
+        name=adapter.served_name, uri=adapter.spec.uri, source=adapter.name, problem=problem
+    )
 
 
 def _wanted(
     service: InferenceService, given: Adapter, source: str, taken: dict[str, str], count: int
-) -> Wanted:
+) -> DesiredAdapter:
     """Check one adapter against those before it, whose names are `taken`."""
     problem, path = None, ""
     if given.name in taken:
@@ -137,7 +140,7 @@ def _wanted(
             path = _path(service, given.uri)
         except InvalidSpec as error:
             problem = Problem(error.reason, str(error))
-    return Wanted(name=given.name, uri=given.uri, path=path, source=source, problem=problem)
+    return DesiredAdapter(name=given.name, uri=given.uri, path=path, source=source, problem=problem)
 
 
 def _path(service: InferenceService, uri: str) -> str:
@@ -156,7 +159,7 @@ def _path(service: InferenceService, uri: str) -> str:
 
 
 def steps(
-    adapters: Sequence[Wanted],
+    adapters: Sequence[DesiredAdapter],
     listed: Mapping[str, str],
     loaded: Mapping[str, str],
     attempts: Mapping[str, Attempt],
@@ -165,10 +168,10 @@ def steps(
 ) -> list[Step]:
     """Return the next requests to one pod.
 
-    `listed`: its adapters with their roots, as it says; `loaded`: the paths by name that this process had it load; `attempts`:
-    its failed loads by name; `busy`: names with a request in flight.
+    `listed`: its adapters with their roots, as it says; `loaded`: the paths by name that this process had it load;
+    `attempts`: its failed loads by name; `busy`: names with a request in flight.
     """
-    shall = {each.name: each.path for each in adapters if each.problem is None}
+    desired = {each.name: each.path for each in adapters if each.problem is None}
     kept = {each.name for each in adapters if each.awaited}
     in_flight = set(busy)
 
@@ -176,20 +179,20 @@ def steps(
         last = attempts.get(name)
         return name not in in_flight and (last is None or last.path != path or last.not_before <= now)
 
-    surplus = sorted(listed.keys() - shall.keys() - kept)
+    surplus = sorted(listed.keys() - desired.keys() - kept)
     found = [Step("unload", name) for name in surplus if is_due(name, "")]
-    for name, path in shall.items():
+    for name, path in desired.items():
         if is_due(name, path) and not has(name, path, listed, loaded):
             found.append(Step("load", name, path, replace=name in listed))
     return found
 
 
 def has(name: str, path: str, listed: Mapping[str, str], loaded: Mapping[str, str]) -> bool:
-    """Return whether a pod answers for an adapter with these files: by the root that it shows, or because we had it load them."""
+    """Return whether a pod serves an adapter from this path, by the root that it lists or by our own load request."""
     return name in listed and path in (listed[name], loaded.get(name))
 
 
-class View(NamedTuple):
+class PodAdapters(NamedTuple):
     """One ready pod: its name, its adapters (None: it does not answer, for the reason of `fault`), and its failed loads."""
 
     pod: str
@@ -199,7 +202,7 @@ class View(NamedTuple):
     fault: Fault | None = None
 
 
-def status(each: Wanted, views: Sequence[View]) -> AdapterStatus:
+def status(each: DesiredAdapter, views: Sequence[PodAdapters]) -> AdapterStatus:
     """Compute the status of one adapter from the ready pods."""
     having = [view for view in views if view.listed and has(each.name, each.path, view.listed, view.loaded)]
     ready, reason, message = _verdict(each, views, len(having))
@@ -214,7 +217,7 @@ def status(each: Wanted, views: Sequence[View]) -> AdapterStatus:
     )
 
 
-def _verdict(each: Wanted, views: Sequence[View], having: int) -> tuple[bool, str, str]:
+def _verdict(each: DesiredAdapter, views: Sequence[PodAdapters], having: int) -> tuple[bool, str, str]:
     if each.problem is not None:
         return False, each.problem.reason, each.problem.message
     if not views:
@@ -238,8 +241,8 @@ def _permanent_first(failed: tuple[str, Fault]) -> tuple[bool, str]:
     return not failed[1].permanent, failed[0]
 
 
-def started_with(adapters: Sequence[Wanted], views: Sequence[View]) -> list[Adapter]:
-    """Return the adapters that new pods shall load before they are ready: those that some pod answers for, and none refuses.
+def startup_adapters(adapters: Sequence[DesiredAdapter], views: Sequence[PodAdapters]) -> list[Adapter]:
+    """Return the adapters that new pods load before they are ready: those that at least one pod serves and none refuses.
 
     A pod that cannot load one of these might not start.
     """

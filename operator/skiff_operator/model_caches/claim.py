@@ -8,8 +8,8 @@ from skiff_operator.resources.metadata import FIELD_MANAGER
 from skiff_runtime import contract
 
 
-def place(cache: ModelCache) -> str:
-    """Return the shared claim as one of the places that shall have the model, beside names of nodes."""
+def target_name(cache: ModelCache) -> str:
+    """Return `NAMESPACE/CLAIM`, which stands for the shared claim where node names are expected."""
     assert cache.claim is not None, "nodes keep the model"
     return f"{cache.claim.namespace}/{cache.claim_name}"
 

@@ -121,14 +121,16 @@ class ModelCacheController:
             volume.read(each) async for each in self._client.list(PERSISTENT_VOLUME, None, selector=selector)
         ]
         for cache, status in caches:
-            own = [fetcher.read(pod) for pod in pods if fetcher.belongs(pod, cache, self._settings)]
-            mine = [each for each in volumes if each.cache == cache.name]
             try:
+                own = [fetcher.read(pod) for pod in pods if fetcher.belongs(pod, cache, self._settings)]
+                mine = [each for each in volumes if each.cache == cache.name]
                 changing |= await self._reconcile(session, cache, status, own, mine)
             except OperatorError as error:
                 extra = {"object": cache.name, "error": str(error)}
                 logger.warning("ModelCache will be retried", extra=extra)
                 changing = True
+            except Exception:  # a bug with one ModelCache must not stop the others  # noqa: BLE001
+                logger.exception("a ModelCache is not reconciled", extra={"object": cache.name})
         self._forget([cache for cache, _ in caches], {str(pod["metadata"]["uid"]) for pod in pods})
         return changing
 
@@ -198,7 +200,7 @@ class ModelCacheController:
         )
         status = report.report(cache, facts, previous, clock())
         await self._write(cache, previous, status)
-        if await self._expire(cache, status):
+        if status == previous and await self._expire(cache, status):
             return True
         # What waits for a person or for a pod of a user is looked at like a cache that is ready.
         lacks_volumes = cache.claim is None and len(users) != len(volumes)
@@ -284,12 +286,12 @@ class ModelCacheController:
         return found
 
     async def _claim_as_node(self, cache: ModelCache, shared: spec.Claim) -> Node:
-        """Return the shared claim, which is made if it shall be, as if it were a node.
+        """Return the shared claim as a pseudo-node; create the claim if the spec has a size.
 
         A claim that was made is deleted with the ModelCache, so the model need not be removed from it. Another one
         cannot be mounted to remove the model unless it is bound.
         """
-        name, is_made = claim.place(cache), shared.claim_name is None
+        name, is_made = claim.target_name(cache), shared.claim_name is None
         try:
             live = await self._client.get(CLAIM, shared.namespace, cache.claim_name)
         except ApiNotFound:
@@ -314,7 +316,7 @@ class ModelCacheController:
     async def _progress(
         self, session: aiohttp.ClientSession, fetchers: Iterable[Fetcher]
     ) -> dict[str, Progress]:
-        """Return the progress of the fetchers that answer, by name; of complete ones, what they once said."""
+        """Return the progress of the fetchers that answer, by name; complete fetchers are not queried again."""
         limit = asyncio.Semaphore(_PARALLEL_REQUESTS)
 
         async def ask(each: Fetcher) -> tuple[str, Progress | None]:
@@ -360,7 +362,11 @@ class ModelCacheController:
         if self._users(cache):
             return False  # one came while the status was written
         logger.info("a ModelCache is not used any more", extra={"object": cache.name})
-        await self._delete(MODEL_CACHE, None, cache.name, cache.uid)
+        # This version: its owner may have changed the retention since it was listed.
+        with contextlib.suppress(ApiNotFound, ApiConflict):
+            await self._client.delete(
+                MODEL_CACHE, None, cache.name, uid=cache.uid, version=cache.resource_version
+            )
         return True
 
     async def _set_finalizers(self, cache: ModelCache, finalizers: list[str]) -> None:

@@ -14,10 +14,12 @@ from skiff_operator import failure
 from skiff_operator.kinds import POD, SECRET
 from skiff_operator.model_caches.spec import ModelCache, owner_reference
 from skiff_operator.ownership import controller_uid
+from skiff_operator.redact import redact, redact_tail
 from skiff_operator.resources import credentials
 from skiff_operator.resources.metadata import FETCHER, FIELD_MANAGER, digest
 from skiff_operator.resources.pod import USER_ID
 from skiff_operator.settings import Settings
+from skiff_operator.workload import LOG_TAIL_CHARACTERS
 from skiff_runtime import contract
 
 ANNOTATION_NODE: Final = f"{contract.API_GROUP}/node"
@@ -151,14 +153,19 @@ def read(pod: dict[str, Any]) -> Fetcher:
         uid=meta["uid"],
         node=annotations.get(ANNOTATION_NODE, ""),
         task=task,
-        generation=int(annotations.get(ANNOTATION_GENERATION, 0)),
+        generation=_read_generation(annotations.get(ANNOTATION_GENERATION, "")),
         ready=done,
         running=any("running" in each.get("state", {}) for each in status.get("containerStatuses") or []),
         terminating="deletionTimestamp" in meta,
         address=status.get("podIP", ""),
         reason=reason,
-        message=message[:_MESSAGE_CHARACTERS],
+        message=redact(message)[:_MESSAGE_CHARACTERS],
     )
+
+
+def _read_generation(text: str) -> int:
+    """Return the generation in an annotation; 0 if it is no number: the operator has not written it."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 20 else 0
 
 
 def _failure(
@@ -232,7 +239,7 @@ _REMEDIES: Final = {
 
 def _diagnose(ended: dict[str, Any]) -> tuple[str, str]:
     """Return reason and message, with the remedy, of a container that ended with an error."""
-    tail = str(ended.get("message", "")).strip()
+    tail = redact_tail(str(ended.get("message", "")), limit=LOG_TAIL_CHARACTERS).strip()
     if ended.get("reason") == failure.OOM_KILLED:
         cause, text = "OutOfMemory", "the fetcher ran out of memory"
     else:

@@ -9,7 +9,7 @@ from skiff_operator.capacity import admits, read_node
 
 
 class Node(msgspec.Struct, frozen=True, kw_only=True):
-    """A node that has the labels. `open`: a new fetcher can run there."""
+    """A node that the cache selects. `open`: it is schedulable for a new fetcher."""
 
     name: str
     open: bool

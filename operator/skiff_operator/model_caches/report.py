@@ -53,7 +53,7 @@ class Status(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """The inputs of a status. `nodes` are the names of those that shall have the model.
+    """The inputs of a status. `nodes`: names of the nodes that should have the model.
 
     `problem`: reason and message of what the API server refused. `in_use`: a volume of the cache is bound.
     """

@@ -170,7 +170,7 @@ def _serve_arguments(service: InferenceService) -> list[str]:
         ]
         if spec.lora.max_cpu_loras is not None:
             arguments += [contract.FLAG_MAX_CPU_LORAS, str(spec.lora.max_cpu_loras)]
-        if volumes.needs_adapters(service):
+        if volumes.has_adapters_volume(service):
             arguments += [contract.FLAG_LORA_DOWNLOAD_DIR, volumes.ADAPTERS_DIRECTORY]
     if spec.api_keys_secret_ref is not None:
         arguments += [contract.FLAG_API_KEY_FILE, volumes.API_KEYS_FILE]

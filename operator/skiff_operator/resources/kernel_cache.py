@@ -1,15 +1,15 @@
-"""The volume of compiled GPU kernels: what one pod compiles, the next one finds.
+"""The volume of compiled GPU kernels: kernels compiled by one pod are reused by the next.
 
 The kernels are code that the server loads, and the only thing that it writes to a volume. So they have a folder of their
 own on the volume, apart from weights, and in it one for each namespace and image: libraries of another version never
-read them. Below that the compilers' own keys tell GPUs, flags and shapes apart. A claim is shared by one namespace at
+read them. Below that, the compilers' own keys distinguish GPUs, flags and shapes. A claim is shared by one namespace at
 most; a hostPath by every namespace that may use host paths, and each of them could replace the kernels of the others.
 """
 
 import hashlib
 from typing import Any, Final
 
-from skiff_operator.resources.volumes import Volume
+from skiff_operator.resources.volumes import Volume, shared_source
 from skiff_operator.spec import InferenceService
 from skiff_runtime import contract
 
@@ -25,11 +25,8 @@ def build(service: InferenceService) -> list[Volume]:
     given = service.spec.kernel_cache
     if given is None:
         return []
-    if given.host_path is not None:
-        source = {"hostPath": {"path": given.host_path, "type": "Directory"}}
-        return [Volume("kernels", source, DIRECTORY)]
-    claim = {"persistentVolumeClaim": {"claimName": given.claim_name}}
-    return [Volume("kernels", claim, DIRECTORY, sub_path=FOLDER)]
+    folder = FOLDER if given.claim_name is not None else ""
+    return [Volume("kernels", shared_source(given), DIRECTORY, sub_path=folder)]
 
 
 def variables(service: InferenceService, image: str) -> list[dict[str, Any]]:

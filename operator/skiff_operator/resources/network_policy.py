@@ -19,9 +19,8 @@ _DEFAULT_PORTS: Final = {"http": 80, "https": 443}
 def build(service: InferenceService, settings: Settings) -> dict[str, Any]:
     """Build the policy. Connections of the kubelet, such as its probes, are allowed by every policy.
 
-    The operator's namespace always reaches the pods, so that the operator can read their load and their start, and the
-    router can send requests. The
-    metrics are on the API's port, so peers that scrape can reach the API, too; API keys keep them out of it.
+    The operator's namespace always reaches the pods, for the operator's reads of load and startup and for the router's
+    requests. Metrics are on the API's port, so peers that scrape can reach the API; API keys protect it.
     """
     policy = service.spec.network_policy
     assert policy is not None, "the policy is built only where the spec has one"

@@ -14,7 +14,7 @@ from skiff_operator.spec import Autoscaling, InferenceService
 from skiff_runtime import contract
 
 _ACTIVITY_THRESHOLD: Final = 100_000
-"""So high that the trigger keeps a pod, and never demands another one."""
+"""A threshold high enough that the trigger keeps one pod active and never adds another."""
 
 
 def build(service: InferenceService, autoscaling: Autoscaling, settings: Settings) -> dict[str, Any]:

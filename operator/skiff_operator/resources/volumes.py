@@ -3,10 +3,14 @@
 from typing import Any, Final, NamedTuple
 
 from skiff_operator.resources import cache_claim, model_cache_claim
-from skiff_operator.spec import InferenceService
+from skiff_operator.spec import InferenceService, SharedVolume
 
 MODEL_DIRECTORY: Final = "/model"
 CACHE_DIRECTORY: Final = "/cache"
+SCRATCH: Final = "tmp"
+CACHE: Final = "cache"
+ADAPTERS: Final = "adapters"
+"""Names of the volumes of temporary files, of downloaded weights, and of adapters."""
 ADAPTERS_DIRECTORY: Final = "/adapters"
 SCRATCH_DIRECTORY: Final = "/tmp"  # a path inside the pod, on its own volume
 API_KEYS_DIRECTORY: Final = "/etc/skiff/api-keys"
@@ -16,7 +20,7 @@ SCRATCH_LIMIT: Final = "10Gi"
 
 
 ADAPTERS_LIMIT: Final = "20Gi"
-"""Limit of the adapters of a pod that has its model from a ModelCache."""
+"""Limit of the adapters of a pod that has a volume of its own for them."""
 
 
 class Volume(NamedTuple):
@@ -52,7 +56,7 @@ def build(service: InferenceService) -> list[Volume]:
     Files in shared memory count as memory of the container that writes them. NCCL's documentation recommends
     1 GiB for a container; here each rank gets that.
     """
-    volumes = [Volume("tmp", {"emptyDir": {"sizeLimit": SCRATCH_LIMIT}}, SCRATCH_DIRECTORY)]
+    volumes = [Volume(SCRATCH, {"emptyDir": {"sizeLimit": SCRATCH_LIMIT}}, SCRATCH_DIRECTORY)]
     ranks = service.spec.parallelism.tensor
     if ranks > 1:
         shared = {"emptyDir": {"medium": "Memory", "sizeLimit": f"{ranks}Gi"}}
@@ -66,12 +70,10 @@ def build(service: InferenceService) -> list[Volume]:
         volumes.append(Volume("model", host, MODEL_DIRECTORY, read_only=True))
     elif source.is_fetched:
         # Adapters are downloaded by the server, when it runs.
-        writable = service.spec.lora is not None and not service.mounted_cache.name
-        volumes.append(Volume("cache", _cache_source(service), CACHE_DIRECTORY, read_only=not writable))
-    if needs_adapters(service):
-        volumes.append(
-            Volume("adapters", {"emptyDir": {"sizeLimit": ADAPTERS_LIMIT}}, ADAPTERS_DIRECTORY, serving=True)
-        )
+        writable = service.spec.lora is not None and not has_adapters_volume(service)
+        volumes.append(Volume(CACHE, _cache_source(service), CACHE_DIRECTORY, read_only=not writable))
+    if has_adapters_volume(service):
+        volumes.append(Volume(ADAPTERS, _adapters_source(service), ADAPTERS_DIRECTORY, serving=True))
     keys = service.spec.api_keys_secret_ref
     if keys is not None:
         # A mount without subPath: the kubelet keeps it up to date.
@@ -100,9 +102,39 @@ def needs_claim(service: InferenceService) -> bool:
     return service.source.is_fetched and service.spec.cache.size is not None
 
 
-def needs_adapters(service: InferenceService) -> bool:
-    """Return whether each pod downloads adapters into a volume of its own: what a ModelCache keeps is read-only."""
-    return service.spec.lora is not None and bool(service.mounted_cache.name)
+def has_adapters_volume(service: InferenceService) -> bool:
+    """Return whether adapters have a volume of their own.
+
+    It is that of `lora.cache`, or a volume per pod where a ModelCache mounts the model read-only.
+    """
+    lora = service.spec.lora
+    return lora is not None and (lora.cache is not None or bool(service.mounted_cache.name))
+
+
+def shares_adapters(service: InferenceService) -> bool:
+    """Return whether all pods see the same downloaded adapters, those on other nodes too."""
+    lora, cache = service.spec.lora, service.spec.cache
+    if lora is not None and lora.cache is not None:
+        return lora.cache.claim_name is not None
+    return not service.mounted_cache.name and (cache.claim_name is not None or cache.size is not None)
+
+
+def adapters_directory(service: InferenceService) -> str:
+    """Return the directory of downloaded adapters inside the pod."""
+    return ADAPTERS_DIRECTORY if has_adapters_volume(service) else download_directory(service)
+
+
+def _adapters_source(service: InferenceService) -> dict[str, Any]:
+    lora = service.spec.lora
+    cache = lora.cache if lora is not None else None
+    return {"emptyDir": {"sizeLimit": ADAPTERS_LIMIT}} if cache is None else shared_source(cache)
+
+
+def shared_source(volume: SharedVolume) -> dict[str, Any]:
+    """Return the source of a volume that pods share."""
+    if volume.host_path is not None:
+        return {"hostPath": {"path": volume.host_path, "type": "Directory"}}
+    return {"persistentVolumeClaim": {"claimName": volume.claim_name}}
 
 
 def downloads_to_node(service: InferenceService) -> bool:

@@ -23,7 +23,7 @@ from skiff_runtime.api.http.key_file import KeyFile
 from skiff_runtime.api.http.late_requests import wait_until_over
 from skiff_runtime.api.http.listener import listen
 from skiff_runtime.config import Config
-from skiff_runtime.errors import InternalError, SkiffError, Unavailable
+from skiff_runtime.errors import UNEXPECTED_ERROR, InternalError, SkiffError, Unavailable
 from skiff_runtime.messages import (
     AdapterRefused,
     Decoded,
@@ -181,23 +181,36 @@ class ApiServer:
         try:
             await file.watch(lambda success: self._metrics.record_key_reload(file.flag, success=success))
         except Exception as error:  # noqa: BLE001 (re-raised by serve)
-            self._error = error
-            self._http.should_exit = True
+            self._fail(error)
 
     def _guarded(self, step: Callable[[], None]) -> None:
-        """Run a callback. An error in it ends the process; asyncio would only log it."""
+        """Run a callback. An error in it ends the process; asyncio would only log it.
+
+        Results that the callback had not delivered are lost, so each request in flight ends with an error, and nothing more is
+        delivered: an answer must not have gaps.
+        """
+        if self._error is not None:
+            return
         try:
             step()
         except Exception as error:  # noqa: BLE001 (re-raised by serve)
-            self._error = error
-            self._http.should_exit = True
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        """Begin the end of this process by an error of its own, which ``serve`` raises."""
+        self._error = error
+        self._http.should_exit = True
+        self._fail_requests(UNEXPECTED_ERROR)
+
+    def _fail_requests(self, message: str) -> None:
+        self._dispatcher.fail_all(InternalError(message))
+        self._rpc.fail_all(InternalError(message))
 
     def _handle_callback_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """End the process if a timer's callback failed because another process does not read its messages."""
         error = context.get("exception")
         if isinstance(error, SkiffError):
-            self._error = error
-            self._http.should_exit = True
+            self._fail(error)
         else:
             loop.default_exception_handler(context)
 
@@ -272,8 +285,7 @@ class ApiServer:
     def _begin_failure(self, message: str) -> None:
         if self._status.mark_failed():
             self._events.flush_now()
-            self._dispatcher.fail_all(InternalError(message))
-            self._rpc.fail_all(InternalError(message))
+            self._fail_requests(message)
             self._ending = asyncio.get_running_loop().create_task(self._end_failed())
 
     async def _end_failed(self) -> None:

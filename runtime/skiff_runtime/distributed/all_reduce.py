@@ -52,7 +52,7 @@ DETACHED_ADDRESS: Final = 1 << 40
 """Stands for the memory of absent ranks. It has the width and the alignment of real addresses, so that kernels are compiled
 for the same arguments."""
 
-Agree = Callable[[bool], bool]
+AllRanks = Callable[[bool], bool]
 """Returns whether all ranks pass True; also a barrier."""
 
 
@@ -113,24 +113,24 @@ class PeerToPeerAllReduce:
 
     @classmethod
     def connect(
-        cls, rank: int, ranks: int, device: torch.device, *, agree: Agree, timeout_seconds: float
+        cls, rank: int, ranks: int, device: torch.device, *, all_ranks: AllRanks, timeout_seconds: float
     ) -> "PeerToPeerAllReduce":
         """Map the memory of all ranks; all must call it, and rank i must be on GPU i.
 
         Raises ``PeerMemoryUnavailable`` on all ranks if it fails on one. Hence all agree after each stage that can fail
         on one rank alone, before they enter the next one together.
         """
-        _raise_if_any_failed(agree, _find_unsupported(rank, ranks))
-        memory = _try_on_all(agree, lambda: allocate(allocation_bytes(ranks), device))
-        buffer = _try_on_all(agree, lambda: map_peers(memory))
-        _raise_if_any_failed(agree, _verify_peer_writes(buffer, rank, ranks, agree))
+        _raise_if_any_failed(all_ranks, _find_unsupported(rank, ranks))
+        memory = _try_on_all(all_ranks, lambda: allocate(allocation_bytes(ranks), device))
+        buffer = _try_on_all(all_ranks, lambda: map_peers(memory))
+        _raise_if_any_failed(all_ranks, _verify_peer_writes(buffer, rank, ranks, all_ranks))
         status = torch.zeros(1, dtype=torch.int64, pin_memory=True)
         view = make_peer_memory(
             buffer.addresses, rank, status.data_ptr(), device, timeout=int(timeout_seconds * NANOSECONDS)
         )
         created = cls(view, status, buffer, timeout_seconds=timeout_seconds)
         torch.cuda.synchronize(device)
-        agree(True)  # no rank writes into memory that is not zeroed yet
+        all_ranks(True)  # no rank writes into memory that is not zeroed yet
         return created
 
     @classmethod
@@ -288,36 +288,36 @@ def _find_unsupported(rank: int, ranks: int) -> str | None:
     return None
 
 
-def _raise_if_any_failed(agree: Agree, failure: str | None) -> None:
+def _raise_if_any_failed(all_ranks: AllRanks, failure: str | None) -> None:
     """Raise ``PeerMemoryUnavailable`` on all ranks if one has a failure."""
-    if not agree(failure is None):
+    if not all_ranks(failure is None):
         raise PeerMemoryUnavailable(failure or "it failed on another rank, whose log says why")
 
 
-def _try_on_all(agree: Agree, run: Callable[[], T]) -> T:
+def _try_on_all(all_ranks: AllRanks, run: Callable[[], T]) -> T:
     """Return the result of ``run``; if it raises RuntimeError on a rank, raise ``PeerMemoryUnavailable`` on all."""
     try:
         result = run()
     except RuntimeError as error:
-        _raise_if_any_failed(agree, str(error).partition("\n")[0] or type(error).__name__)
+        _raise_if_any_failed(all_ranks, str(error).partition("\n")[0] or type(error).__name__)
         raise
-    _raise_if_any_failed(agree, None)
+    _raise_if_any_failed(all_ranks, None)
     return result
 
 
-def _verify_peer_writes(buffer: SymmetricBuffer, rank: int, ranks: int, agree: Agree) -> str | None:
+def _verify_peer_writes(buffer: SymmetricBuffer, rank: int, ranks: int, all_ranks: AllRanks) -> str | None:
     """Write to every peer and read what they wrote; return what is wrong. Leaves all memory zeroed.
 
     Where an IOMMU is in the way, peer access is reported and data is lost without an error.
     """
     buffer.memory.zero_()
     torch.cuda.synchronize()
-    agree(True)
+    all_ranks(True)
     for peer in range(ranks):
         if peer != rank:
             buffer.of_rank(peer, ranks)[rank] = rank + 1
     torch.cuda.synchronize()
-    agree(True)
+    all_ranks(True)
     seen = buffer.memory[: 8 * ranks].view(torch.int64).tolist()
     buffer.memory.zero_()
     torch.cuda.synchronize()

@@ -203,7 +203,7 @@ class TensorParallelGroup:
                 self.tp_rank,
                 self.tp_size,
                 self.device,
-                agree=lambda fine: self.all_reduce_min(int(fine)) == 1,
+                all_ranks=lambda ok: self.all_reduce_min(int(ok)) == 1,
                 timeout_seconds=timeout_seconds,
             )
         except PeerMemoryUnavailable as error:

@@ -40,10 +40,9 @@ from skiff_runtime.step import SlotOpened, StepHandle, StepPlan, StepResult
 
 WARMUP_TOKENS: Final = 16
 MIN_COLLECTIVE_TIMEOUT_SECONDS: Final = 30.0
+"""Lower bound of a rank's wait inside a collective: another rank may be compiling a kernel for ten seconds or more."""
 BUSY_SECONDS: Final = 0.25
-"""How long after a launch the engine counts as busy for background work: longer than most steps."""
-"""Least limit on a rank's wait for another one within a collective: a rank may compile a kernel, for some ten seconds or
-more, that another one finds in the cache."""
+"""Time after a launch for which the engine counts as busy for background work; longer than most steps."""
 WARMUP_SAMPLING: Final = SamplingSpec(
     max_tokens=2,
     seed=0,
@@ -158,7 +157,13 @@ class Engine:
         if on_gpu:
             self._profile_cache = self._open_profile_cache(config, model)
             profile = profile_memory(
-                config, model, runner, tables, self._sampler, cache=self._profile_cache, agree=self._agree
+                config,
+                model,
+                runner,
+                tables,
+                self._sampler,
+                cache=self._profile_cache,
+                all_ranks=self._all_ranks,
             )
         runner.allocate_kv_cache(None if profile is None else profile.reserved_bytes)
         tables.set_padding_page(runner.pool.num_pages, block_table=runner.backend.needs_block_table)
@@ -180,9 +185,9 @@ class Engine:
         total = torch.cuda.get_device_properties(device).total_memory
         return MemoryProfileCache(Path(config.kernel_cache_dir), key, max_bytes=total)
 
-    def _agree(self, fine: bool) -> bool:
-        """Return whether every rank calls this with True; they all wait for each other."""
-        return self._group.all_reduce_min(int(fine)) == 1
+    def _all_ranks(self, ok: bool) -> bool:
+        """Return True if ``ok`` is True on every rank. Collective: blocks until all ranks have called it."""
+        return self._group.all_reduce_min(int(ok)) == 1
 
     def _plan_captures(self, config: Config) -> GraphCaptures:
         """Make the tasks that capture the graphs; none on a CPU or without graphs."""
@@ -198,7 +203,7 @@ class Engine:
             early, deferred = order_captures(
                 decode.capture_tasks(profile.decode_graphs), prefill.capture_tasks(profile.prefill_graphs)
             )
-        return GraphCaptures(early, deferred, has_room=self._has_room, agree=self._agree)
+        return GraphCaptures(early, deferred, has_room=self._has_room, all_ranks=self._all_ranks)
 
     def _has_room(self, needed: int) -> bool:
         """Return whether ``needed`` bytes of the GPU can be taken, and the largest step still fits."""
@@ -213,12 +218,12 @@ class Engine:
         """
         if self._decode_graphs is None or self._memory_profile is None:
             return
-        if self._agree(self._has_room(self._captures.deferred_bytes)):
+        if self._all_ranks(self._has_room(self._captures.deferred_bytes)):
             return
         log.warning("memory_profile_dropped", reason="less memory is free than the profile promised")
         if self._profile_cache is not None:
             self._profile_cache.remove()
-        if not self._agree(self._has_room(0)):
+        if not self._all_ranks(self._has_room(0)):
             self._captures.give_up()
             self._thread.submit(self._decode_graphs.release_graphs).result()
 

@@ -18,7 +18,7 @@ from typing import Final
 from skiff_runtime import log
 
 MAX_EARLY_ROWS: Final = 8
-"""Decode graphs of up to so many rows are captured before the engine is ready."""
+"""Largest decode graph, in rows, that is captured before the engine is ready."""
 MIB: Final = 1 << 20
 
 
@@ -58,13 +58,13 @@ class GraphCaptures:
         deferred: Sequence[CaptureTask],
         *,
         has_room: Callable[[int], bool],
-        agree: Callable[[bool], bool],
+        all_ranks: Callable[[bool], bool],
     ) -> None:
-        """``has_room(bytes)`` compares with this rank's memory; ``agree(fine)`` is True where it is on every rank."""
+        """``has_room(bytes)`` compares with this rank's memory; ``all_ranks(ok)`` is True if ``ok`` is True on every rank."""
         self._early = list(early)
         self._deferred = list(deferred)
         self._has_room = has_room
-        self._agree = agree
+        self._all_ranks = all_ranks
         self._total = len(early) + len(deferred)
         self._seconds = 0.0
 
@@ -94,7 +94,7 @@ class GraphCaptures:
         """
         if not self._deferred:
             return
-        if self._agree(self._has_room(self._deferred[0].needed_bytes)):
+        if self._all_ranks(self._has_room(self._deferred[0].needed_bytes)):
             self._run(self._deferred.pop(0))
         else:
             self.give_up()

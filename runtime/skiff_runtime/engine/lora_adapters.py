@@ -6,12 +6,13 @@ from threading import Lock
 
 import torch
 
-from skiff_runtime.layers.lora import LoraLayer, PackedLora
+from skiff_runtime.kernels.lora_slots import HostBuffer, count_buffer_bytes, fill_slot
+from skiff_runtime.layers.lora import LoraLayer
 from skiff_runtime.models.lora_adapter import read_adapter
 from skiff_runtime.step import LoraLoad
 
-AdapterCopy = Sequence[PackedLora | None]
-"""One rank's shards of an adapter, parallel to the model's LoRA layers."""
+AdapterCopy = Sequence[HostBuffer]
+"""An adapter as its file has it, and what makes a slot of this rank hold it."""
 
 
 class LoraAdapters:
@@ -25,6 +26,14 @@ class LoraAdapters:
         self._base_names = base_names
         self._copies: dict[int, AdapterCopy] = {}
         self._lock = Lock()
+        weights = self._layers[0][1].weights
+        self._dtype = weights.a.dtype
+        largest = max(
+            max(module.inputs, module.outputs) for _, layer in self._layers for module in layer.modules
+        )
+        is_cuda = weights.a.device.type == "cuda"
+        staged = count_buffer_bytes(largest * max_rank * torch.float32.itemsize) if is_cuda else 0
+        self._staging = torch.empty(staged, dtype=torch.uint8, device=weights.a.device)
 
     def register(self, adapter_id: int, path: Path) -> None:
         """Read and check an adapter, on any thread, while steps run. Raises ``ModelError`` if it cannot be served."""
@@ -46,5 +55,5 @@ class LoraAdapters:
     def load(self, copies: Sequence[tuple[int, AdapterCopy]]) -> None:
         """Fill LoRA slots, on the current stream, behind the steps that read what they hold now."""
         for slot, copy in copies:
-            for (_, layer), packed in zip(self._layers, copy, strict=True):
-                layer.load(slot, packed)
+            for buffer in copy:
+                fill_slot(slot, buffer, self._staging, self._dtype)

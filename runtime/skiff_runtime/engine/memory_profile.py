@@ -33,7 +33,7 @@ EXTRA_NODES = 8
 MAX_DEVIATION = 0.02
 """Share by which the activations of a start may differ from those of the cached profile."""
 MAX_DEVIATION_BYTES = 16 << 20
-"""The same in bytes, for small models; the larger bound counts."""
+"""Bytes by which the activations may differ, for small models; the larger of the two bounds applies."""
 
 
 @torch.inference_mode()
@@ -45,11 +45,11 @@ def profile_memory(
     sampler: Sampler,
     *,
     cache: MemoryProfileCache | None,
-    agree: Callable[[bool], bool],
+    all_ranks: Callable[[bool], bool],
 ) -> MemoryProfile:
     """Return the memory that steps and graphs of this configuration will take; the rows are padding and leave no trace.
 
-    ``agree(fine)`` returns True if it is called with True on every rank: the profile contains collectives, so all ranks
+    ``all_ranks(ok)`` returns True if it is called with True on every rank: the profile contains collectives, so all ranks
     take theirs from the ``cache`` (None: there is none), or none does.
     """
     stream = torch.cuda.Stream(runner.device)  # type: ignore[no-untyped-call]
@@ -57,7 +57,7 @@ def profile_memory(
     with torch.cuda.stream(stream):
         profile = find_or_measure(
             cache,
-            agree,
+            all_ranks,
             measure_activations=lambda: _measure_activations(config, runner, tables),
             measure_graphs=lambda: _measure_all_graphs(config, model, runner, tables, sampler),
             sampling=estimate_sampling_bytes(config, model),
@@ -68,7 +68,7 @@ def profile_memory(
 
 def find_or_measure(
     cache: MemoryProfileCache | None,
-    agree: Callable[[bool], bool],
+    all_ranks: Callable[[bool], bool],
     *,
     measure_activations: Callable[[], int],
     measure_graphs: Callable[[], tuple[GraphMemory, GraphMemory]],
@@ -80,7 +80,7 @@ def find_or_measure(
     """
     cached = None if cache is None else cache.load()
     activations = measure_activations()
-    is_cached = agree(cached is not None and fits(cached, activations, sampling))
+    is_cached = all_ranks(cached is not None and fits(cached, activations, sampling))
     if is_cached:
         assert cached is not None
         graphs = cached.decode_graphs, cached.prefill_graphs

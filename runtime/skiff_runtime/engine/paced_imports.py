@@ -1,9 +1,9 @@
 """Imports that leave the interpreter's lock to other threads.
 
 A thread that imports holds the lock for most of the time, and each PyTorch operation of another thread gives it up and
-asks for it again. So an import of a second in the background stops decode steps for about a second. Paced, it rests
-before each module, longer while steps run, and gives the lock up soon within one: an idle process needs ten seconds for
-it, and one that is always busy eight minutes, in which a step in a few hundred is slower.
+asks for it again. So an import of a second in the background stops decode steps for about a second. A paced import
+sleeps before each module, longer while steps run, and shortens the interpreter's switch interval. It takes ten seconds
+in an idle process and eight minutes in one that is always busy, where one step in a few hundred is slower.
 """
 
 import sys
@@ -43,12 +43,13 @@ class _Pacer:
 
 @contextmanager
 def paced_imports(hurry: threading.Event, is_busy: Callable[[], bool]) -> Iterator[None]:
-    """Pace what this thread imports, until ``hurry`` is set; ``is_busy`` tells whether steps run now."""
+    """Pace the imports of this thread until ``hurry`` is set. ``is_busy()`` returns True while steps run."""
     pacer, before = _Pacer(hurry, is_busy), sys.getswitchinterval()
-    sys.meta_path.insert(0, pacer)
+    # The list is replaced, not changed: an import of another thread may be at any place in it.
+    sys.meta_path = [pacer, *sys.meta_path]
     sys.setswitchinterval(SWITCH_SECONDS)
     try:
         yield
     finally:
         sys.setswitchinterval(before)
-        sys.meta_path.remove(pacer)
+        sys.meta_path = [each for each in sys.meta_path if each is not pacer]

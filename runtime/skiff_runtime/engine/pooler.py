@@ -1,4 +1,4 @@
-"""Pooler: one vector for each request that asks for it, from the hidden states of its prompt.
+"""Pooler: one vector for each request with a pooling spec, from the hidden states of its prompt.
 
 The vector of the last token needs one row of the hidden states, as a sampled token does. A mean needs them all, over all
 chunks of the prompt, so sums are kept by slot until the last chunk. Everything is computed outside of CUDA graphs, from

@@ -83,8 +83,8 @@ class SamplingPipeline:
     def find_filtered(self, slots: Int32) -> NDArray[np.int64]:
         """Return the indices of those rows, by their slots, for which a decode graph has to make the logits whole.
 
-        They have filters and are not sampled again by ``resample``. With one rank there are none. All ranks find the
-        same, from what requests ask for alone.
+        They have filters and are not sampled again by ``resample``. With one rank there are none. The result depends on
+        request parameters alone, so it is the same on all ranks.
         """
         filtered = self._sampler.needs_whole_rows(slots)
         return np.flatnonzero(filtered & ~self._is_special(slots) if filtered.any() else filtered)

@@ -226,9 +226,13 @@ def _download_all(cache: ModelCache, source: Source, commit: str, files: Sequenc
     pending, outcomes = deque(files), SimpleQueue[BaseException | None]()
 
     def work() -> None:
-        while pending and not source.stop.is_set():
+        while not source.stop.is_set():
             try:
-                _download_file(cache, source, commit, pending.popleft())
+                file = pending.popleft()
+            except IndexError:
+                return
+            try:
+                _download_file(cache, source, commit, file)
             except BaseException as failure:  # noqa: BLE001 (raised again in the thread that waits)
                 outcomes.put(failure)
             else:

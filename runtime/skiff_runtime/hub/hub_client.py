@@ -129,13 +129,11 @@ class HubClient:
     @contextmanager
     def bounded_retry_after(self) -> Iterator[None]:
         """Raise ``FetchError`` in the block for a Retry-After above ``MAX_WAIT_SECONDS``: the library would obey any."""
-        session = get_session()
-        hooks = session.event_hooks
-        session.event_hooks = {**hooks, "response": [*hooks["response"], _reject_long_waits]}
+        _long_wait_hook.acquire()
         try:
             yield
         finally:
-            session.event_hooks = hooks
+            _long_wait_hook.release()
 
     def _retry(self, what: str, action: Callable[[], T]) -> T:
         """Return the result of ``action``, retried on transient errors. Raises ``FetchError`` when it keeps failing."""
@@ -220,6 +218,33 @@ def _host_of(endpoint: str) -> str:
     except ValueError:
         return ""
     return parts.hostname or "" if parts.scheme in ("http", "https") else ""
+
+
+class _LongWaitHook:
+    """Counts downloads on the library's session, which all threads share, and keeps ``_reject_long_waits`` there meanwhile."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+
+    def acquire(self) -> None:
+        with self._lock:
+            self._users += 1
+            self._set(is_present=True)
+
+    def release(self) -> None:
+        with self._lock:
+            self._users -= 1
+            self._set(is_present=self._users > 0)
+
+    def _set(self, *, is_present: bool) -> None:
+        session = get_session()
+        hooks = session.event_hooks
+        others = [each for each in hooks["response"] if each is not _reject_long_waits]
+        session.event_hooks = {**hooks, "response": [*others, _reject_long_waits] if is_present else others}
+
+
+_long_wait_hook: Final = _LongWaitHook()
 
 
 def _reject_long_waits(response: httpx2.Response) -> None:

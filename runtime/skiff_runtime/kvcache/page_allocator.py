@@ -18,7 +18,7 @@ class PageAllocator:
         self._marks: Int32 = np.zeros(total, np.int32)
 
     def allocate(self, count: int) -> Int32:
-        """Take ``count`` pages int32[count]. The caller has checked that as many are free."""
+        """Take ``count`` pages int32[count]. Precondition: ``count`` pages are free."""
         assert 0 <= count <= self.free_count, f"{count} pages requested, {self.free_count} free"
         bottom = self.free_count - count
         pages = self._stack[bottom : self.free_count][::-1].copy()

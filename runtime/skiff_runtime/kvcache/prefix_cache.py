@@ -66,7 +66,7 @@ class PrefixCache(ABC):
         self.version = 0
         """Increases whenever pages enter or leave the cache; ``count_cached_pages`` is constant between."""
         self.is_watched = False
-        """``watch`` asked for some changes."""
+        """True while changes are recorded, after ``watch``."""
 
     @abstractmethod
     def match(self, tokens: Int32, *, salt: bytes = b"") -> PrefixMatch:

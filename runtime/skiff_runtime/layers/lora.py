@@ -5,14 +5,14 @@ B, and adds B (A x) of its inputs to its part of the sum, so the layer's all-red
 has no mapping, and its layers launch the same kernels as without LoRA.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
 from skiff_runtime.kernels.fp8 import Activations
 from skiff_runtime.kernels.lora import LoraMapping, LoraWeights, LoraWorkspace, add_lora
+from skiff_runtime.kernels.lora_slots import SlotMatrix
 
 
 class LoraState:
@@ -56,21 +56,6 @@ class LoraModule:
     local_inputs: slice
 
 
-class LowRankPair(NamedTuple):
-    """An adapter's matrices for one module, whole: A [rank, inputs] and B [outputs, rank], float32, with the scale in B."""
-
-    a: torch.Tensor
-    b: torch.Tensor
-
-
-class PackedLora(NamedTuple):
-    """A rank's shards of an adapter's matrices for one layer, on the host, in the layout of a slot."""
-
-    a: torch.Tensor
-    b: torch.Tensor
-    rank: int
-
-
 class LoraLayer:
     """The matrices of all LoRA slots for one linear layer on one rank; see ``LoraWeights`` for their layout."""
 
@@ -89,7 +74,20 @@ class LoraLayer:
             part_sizes=sizes,
             call_id=state.workspace.new_call_id(),
         )
-        self._loaded_ranks = [0] * count
+        self.a, self.b = self._locate_matrices()
+        """The A and the B of each module in the slots' memory."""
+        self.ranks = self.weights.ranks.view(count, 1, 1)
+        """The ranks of all slots, shaped as a matrix of one element in each."""
+
+    def _locate_matrices(self) -> tuple[list[SlotMatrix], list[SlotMatrix]]:
+        a, b, first = [], [], 0
+        for part, (module, size) in enumerate(zip(self.modules, self.weights.part_sizes, strict=True)):
+            a.append(SlotMatrix(self.weights.a[:, part], first_column=module.local_inputs.start))
+            b.append(
+                SlotMatrix(self.weights.b[:, first : first + size], first_row=module.local_outputs.start)
+            )
+            first += size
+        return a, b
 
     @property
     def nbytes(self) -> int:
@@ -101,43 +99,6 @@ class LoraLayer:
         if self._state.mapping is not None:
             assert isinstance(x, torch.Tensor), "norms quantize nothing in such steps"
             add_lora(out, x, self.weights, self._state.mapping)
-
-    def pack(self, pairs: Mapping[str, LowRankPair]) -> PackedLora | None:
-        """Return this rank's shards of whole matrices by the names of modules, in pinned memory for a GPU.
-
-        None if there are none for this layer. Rows and columns beyond an adapter's rank are zeros.
-        """
-        if not any(module.name in pairs for module in self.modules):
-            return None
-        pinned = self.weights.a.device.type == "cuda"
-        a, b = (
-            torch.zeros(each.shape[1:], dtype=each.dtype, pin_memory=pinned)
-            for each in (self.weights.a, self.weights.b)
-        )
-        largest, first = 0, 0
-        for part, (module, size) in enumerate(zip(self.modules, self.weights.part_sizes, strict=True)):
-            pair = pairs.get(module.name)
-            if pair is not None:
-                rank = len(pair.a)
-                a[part, :rank].copy_(pair.a[:, module.local_inputs])
-                b[first : first + size, :rank].copy_(pair.b[module.local_outputs])
-                largest = max(largest, rank)
-            first += size
-        return PackedLora(a, b, largest)
-
-    def load(self, slot: int, packed: PackedLora | None) -> None:
-        """Replace what a slot holds, on the current stream; the host does not wait. None empties the slot."""
-        rank = 0 if packed is None else packed.rank
-        if rank == self._loaded_ranks[slot] == 0:
-            return
-        if packed is None:
-            self.weights.a[slot].zero_()
-            self.weights.b[slot].zero_()
-        else:
-            self.weights.a[slot].copy_(packed.a, non_blocking=True)
-            self.weights.b[slot].copy_(packed.b, non_blocking=True)
-        self.weights.ranks[slot].fill_(rank)
-        self._loaded_ranks[slot] = rank
 
 
 def _length(shard: slice) -> int:

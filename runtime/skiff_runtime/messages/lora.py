@@ -25,11 +25,11 @@ class UnloadAdapter(Struct, frozen=True, tag="unload_adapter", array_like=True):
 class AdapterRead(Struct, frozen=True, tag="adapter_read", array_like=True):
     """rank 0 -> the schedulers of all ranks: rank 0 has an adapter in host memory now, or could not read it.
 
-    ``fault``: the reason for which it could not, "" if it could.
+    ``error``: the reason for which it could not, "" if it could.
     """
 
     adapter_id: int
-    fault: str = ""
+    error: str = ""
 
 
 class AdapterLoaded(Struct, frozen=True, tag="adapter_loaded", array_like=True):

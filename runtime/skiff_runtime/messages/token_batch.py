@@ -61,7 +61,8 @@ class StepStats(Struct, frozen=True, array_like=True):
     ``preempted``: requests preempted for this step. ``corrupted``: requests that failed because their logits
     contained NaN. ``graphs_pending``: CUDA graphs that are not captured yet. ``queued_uncached_tokens``: those of
     ``queued_tokens`` that were not cached; ``prefill_tokens_left``: prompt tokens of running requests that no step has
-    computed yet, both for routers.
+    computed yet, both for routers. ``received``: uids of the requests that the scheduler has received since the statistics
+    before.
 
     ``running_adapters``, ``waiting_adapters`` and ``resident_adapters``: ids of the LoRA adapters of running requests, of
     waiting requests, and of those in a LoRA slot. ``adapter_reads``, ``adapter_loads`` and ``adapter_evictions``: adapters that
@@ -94,6 +95,7 @@ class StepStats(Struct, frozen=True, array_like=True):
     adapter_reads: int = 0
     adapter_loads: int = 0
     adapter_evictions: int = 0
+    received: list[int] = []
 
 
 class TokenLogprobs(Struct, frozen=True, array_like=True):

@@ -5,10 +5,10 @@ each tensor is compared with the model before it is read.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -16,12 +16,21 @@ from skiff_runtime import log
 from skiff_runtime.errors import ModelError
 from skiff_runtime.hub.repository import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from skiff_runtime.json_file import JsonObject, read_json
-from skiff_runtime.layers.lora import LoraLayer, LoraModule, LowRankPair, PackedLora
+from skiff_runtime.kernels.lora_slots import (
+    MAX_DATA_BYTES,
+    HostBuffer,
+    SlotEntry,
+    allocate_host_buffer,
+    make_host_buffer,
+)
+from skiff_runtime.layers.lora import LoraLayer, LoraModule
 from skiff_runtime.layers.projections import PACKED_MODULES
 from skiff_runtime.models.tensor_file import StoredTensor, TensorFile
 
 PREFIX: Final = "base_model.model."
 MAX_STATED_RANK: Final = 1 << 16
+MAX_TENSORS: Final = 768
+"""Tensors in one buffer; the first one also has up to ten entries for each decoder layer."""
 DTYPES: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 MODULES: Final = tuple(name.rpartition(".")[2] for names in PACKED_MODULES.values() for name in names)
 _UNSUPPORTED: Final = (
@@ -102,8 +111,8 @@ def read_adapter_config(path: Path) -> AdapterConfig:
 
 def read_adapter(
     path: Path, layers: Sequence[tuple[str, LoraLayer]], *, max_rank: int, base_names: Iterable[str]
-) -> list[PackedLora | None]:
-    """Read the adapter in the directory ``path`` for the model with these ``layers``; the result is parallel to them.
+) -> list[HostBuffer]:
+    """Read the adapter in the directory ``path`` for the model with these ``layers``: what makes a LoRA slot hold it.
 
     A base model that is none of ``base_names`` is a warning, because a model has many names. Raises ``ModelError`` with one
     message that names the file and what is wrong.
@@ -111,38 +120,70 @@ def read_adapter(
     config = read_adapter_config(path)
     if config.base_model and Path(config.base_model).name not in base_names:
         log.warning("adapter_base_differs", adapter=str(path), base=config.base_model)
-    modules = {f"{prefix}{module.name}": module for prefix, layer in layers for module in layer.modules}
+    modules = {
+        f"{prefix}{module.name}": _PlacedModule(module, layer, part)
+        for prefix, layer in layers
+        for part, module in enumerate(layer.modules)
+    }
     if not (path / ADAPTER_WEIGHTS).is_file():
         raise ModelError(
             f"{path} lacks {ADAPTER_WEIGHTS}; save the adapter with save_pretrained, as safetensors"
         )
     file = TensorFile(path / ADAPTER_WEIGHTS)
     try:
-        pairs = _read_pairs(file, config, modules, max_rank)
+        matrices = _check_tensors(file, config, modules, max_rank)
+        clearing = _clear_rest(matrices.values(), config, layers)
+        return _read_buffers(file, config, matrices, list(clearing), layers[0][1].weights.a)
     finally:
         file.close()
-    packed = []
-    for prefix, layer in layers:
-        names = {module.name: f"{prefix}{module.name}" for module in layer.modules}
-        packed.append(layer.pack({name: pairs[full] for name, full in names.items() if full in pairs}))
-    return packed
 
 
-def _read_pairs(
-    file: TensorFile, config: AdapterConfig, modules: Mapping[str, LoraModule], max_rank: int
-) -> dict[str, LowRankPair]:
-    """Check all tensors of a file against the model's ``modules``, and then read them."""
+class _PlacedModule(NamedTuple):
+    """A module of the model, and the part of a layer that it is."""
+
+    module: LoraModule
+    layer: LoraLayer
+    part: int
+
+
+class _Matrix(NamedTuple):
+    """A tensor's meaning: ``kind`` is "A" or "B", and ``name`` that of the module."""
+
+    name: str
+    kind: str
+    placed: _PlacedModule
+
+
+def _check_tensors(
+    file: TensorFile, config: AdapterConfig, modules: Mapping[str, _PlacedModule], max_rank: int
+) -> dict[str, _Matrix]:
+    """Return the meaning of each tensor of a file, by its name.
+
+    Raises:
+        ModelError: A tensor does not belong to the model's ``modules``, one of a pair is missing, or one is not as it must be.
+    """
+    meanings: dict[str, _Matrix] = {}
     found: dict[str, dict[str, StoredTensor]] = {}
     for name, stored in file.tensors.items():
-        match = _TENSOR.fullmatch(name.removeprefix(PREFIX))
-        if match is None or match["module"] not in modules:
+        module, matrix = _parse_name(name)
+        if module not in modules:
             raise ModelError(f"{file.path}: {_describe_refusal(name)}")
-        found.setdefault(match["module"], {})[match["matrix"]] = stored
+        matrices = found.setdefault(module, {})
+        if matrix in matrices:
+            raise ModelError(f"{file.path} contains lora_{matrix} of {module!r} twice")
+        matrices[matrix] = stored
+        meanings[name] = _Matrix(module, matrix, modules[module])
     if not found:
         raise ModelError(f"{file.path} contains no tensor")
     for module, matrices in found.items():
-        _check_pair(file.path, module, matrices, config, modules[module], max_rank)
-    return {module: _read_pair(file, module, found[module], config.scale_of(module)) for module in found}
+        _check_pair(file.path, module, matrices, config, modules[module].module, max_rank)
+    return meanings
+
+
+def _parse_name(name: str) -> tuple[str, str]:
+    """Return the module and the matrix, "A" or "B", of a tensor; "" for one with another name."""
+    match = _TENSOR.fullmatch(name.removeprefix(PREFIX))
+    return ("", "") if match is None else (match["module"], match["matrix"])
 
 
 def _check_pair(
@@ -171,21 +212,92 @@ def _check_pair(
             )
 
 
-def _read_pair(
-    file: TensorFile, name: str, matrices: Mapping[str, StoredTensor], scale: float
-) -> LowRankPair:
-    a, b = (_read_tensor(file, matrices[matrix]) for matrix in ("A", "B"))
-    pair = LowRankPair(a, b * scale)
-    if not all(bool(torch.isfinite(each).all()) for each in pair):
-        raise ModelError(f"{file.path}: the matrices of {name!r} contain values that are not finite")
-    return pair
+def _read_buffers(
+    file: TensorFile,
+    config: AdapterConfig,
+    matrices: Mapping[str, _Matrix],
+    entries: list[SlotEntry],
+    slots: torch.Tensor,
+) -> list[HostBuffer]:
+    """Read checked tensors as they lie in the file, in few buffers, with the entries that fill a slot with them.
+
+    ``entries``: others, for the first buffer. ``slots``: any matrices of the slots, for their type and device.
+
+    Nothing is done tensor by tensor but to write down numbers: this thread competes with the one that plans steps for
+    Python's lock, and each operation of PyTorch gives it up and waits for it again.
+    """
+    buffers, limit = [], torch.finfo(slots.dtype).max
+    for run in _find_runs(file):
+        first = run[0][1]
+        size = run[-1][1].end - first.offset
+        data = allocate_host_buffer(size, slots.device)
+        file.read(data[:size].numpy().data, first.offset)
+        low, high = data[:size].view(DTYPES[first.dtype]).aminmax()
+        bound = max(float(high), -float(low))  # both are NaN if one value is
+        for name, stored in run:
+            matrix, offset = matrices[name], stored.offset - first.offset
+            entry = _make_entry(matrix, stored, offset, config)
+            # The bound is that of all tensors of the run, so it is only the first look. It never holds for NaN.
+            if not bound * abs(entry.value) <= limit:
+                values = data[offset : offset + stored.nbytes].view(DTYPES[stored.dtype]).float()
+                if not bool((values * entry.value).to(slots.dtype).isfinite().all()):
+                    raise ModelError(
+                        f"{file.path}: lora_{matrix.kind} of {matrix.name!r} contains values that are not finite as "
+                        f"{slots.dtype}"
+                    )
+            entries.append(entry)
+        buffers.append(make_host_buffer(data, size, entries, slots.device))
+        entries = []
+    return buffers
 
 
-def _read_tensor(file: TensorFile, stored: StoredTensor) -> torch.Tensor:
-    """Return a tensor in float32."""
-    values = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
-    file.read(values.view(-1).view(torch.uint8).numpy().data, stored.offset)
-    return values.float()
+def _make_entry(matrix: _Matrix, stored: StoredTensor, offset: int, config: AdapterConfig) -> SlotEntry:
+    """Return the entry of a tensor that begins at ``offset`` of its buffer: of this rank's shard of it."""
+    layer, part = matrix.placed.layer, matrix.placed.part
+    rows, columns = stored.shape
+    if matrix.kind == "A":
+        target, scale = layer.a[part], 1.0
+        columns = target.memory.shape[2]
+    else:
+        target, scale = layer.b[part], config.scale_of(matrix.name)
+        rows = target.memory.shape[1]
+    dtype, stride = DTYPES[stored.dtype], stored.shape[1]
+    offset += (target.first_row * stride + target.first_column) * dtype.itemsize
+    return SlotEntry(target.memory, rows, columns, scale, dtype, offset, stride)
+
+
+def _clear_rest(
+    matrices: Iterable[_Matrix], config: AdapterConfig, layers: Sequence[tuple[str, LoraLayer]]
+) -> Iterator[SlotEntry]:
+    """Yield the entries that set the ranks of all layers, and zeros where a module has a lower rank than its layer.
+
+    What else is left in the slot of other adapters is finite, and not used beyond the layer's rank.
+    """
+    ranks: dict[LoraLayer, list[int]] = {layer: [0] * len(layer.modules) for _, layer in layers}
+    for each in matrices:
+        if each.kind == "A":  # one of each pair
+            ranks[each.placed.layer][each.placed.part] = config.rank_of(each.name)
+    for layer, parts in ranks.items():
+        largest = max(parts)
+        yield SlotEntry(layer.ranks, 1, 1, largest)
+        for rank, a, b in zip(parts, layer.a, layer.b, strict=True):
+            if rank < largest:
+                yield SlotEntry(a.memory[:, rank:], largest - rank, a.memory.shape[2], 0.0)
+                yield SlotEntry(b.memory[:, :, rank:], b.memory.shape[1], largest - rank, 0.0)
+
+
+def _find_runs(file: TensorFile) -> Iterator[list[tuple[str, StoredTensor]]]:
+    """Yield the tensors in their order in the file: neighbours of one type, as many as fit into a buffer, or a larger one."""
+    run: list[tuple[str, StoredTensor]] = []
+    for name, stored in file.tensors.items():
+        if run:
+            first = run[0][1]
+            is_full = stored.end - first.offset > MAX_DATA_BYTES or len(run) == MAX_TENSORS
+            if stored.dtype != first.dtype or is_full:
+                yield run
+                run = []
+        run.append((name, stored))
+    yield run
 
 
 def _check_targets(config: JsonObject) -> None:

@@ -56,6 +56,16 @@ class StoredTensor:
         """Bytes from one index of the first dimension to the next one."""
         return math.prod(self.shape[1:]) * ELEMENT_BITS[self.dtype] // 8
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return math.prod(self.shape) * ELEMENT_BITS[self.dtype] // 8
+
+    @property
+    def end(self) -> int:
+        """The offset behind the tensor."""
+        return self.offset + self.nbytes
+
 
 class TensorFile:
     """An open safetensors file. Every error is a ``ModelError`` that names it."""
@@ -116,8 +126,8 @@ class TensorFile:
                 raise ModelError(
                     f"weights file {self.path}: tensor {name!r} is of type {dtype}, which is not supported"
                 )
-            tensors[name] = StoredTensor(dtype, shape, offset)
-            offset += math.prod(shape) * ELEMENT_BITS[dtype] // 8
+            tensors[name] = stored_tensor = StoredTensor(dtype, shape, offset)
+            offset = stored_tensor.end
         return tensors
 
     def _corrupt(self, reason: str) -> ModelError:

@@ -26,6 +26,8 @@ from skiff_runtime.kernels.step_inputs import StepInputs
 from skiff_runtime.kernels.token_bitmask import apply_token_bitmask, bitmask_words
 from skiff_runtime.kernels.torch_internals import FakeTensorMode
 from skiff_runtime.kernels.triton.attention.decode_attention import find_row_counts_by_variant
+from skiff_runtime.kernels.triton.lora.add_lora import find_token_counts_by_variant
+from skiff_runtime.kernels.triton.lora.fill_slot import fill_slot
 from skiff_runtime.kernels.triton.prepare_inputs import gather_pages, write_cells
 from skiff_runtime.kernels.triton.runtime.cache_keys import compute_cache_keys
 from skiff_runtime.kernels.triton.runtime.compilation_log import log_compilations
@@ -58,8 +60,9 @@ def compile_ahead_of_time(config: Config, model: ModelConfig, architecture: int)
         for decode_rows, tokens in (*MIXED_BATCHES, *_list_expert_batches(config, model)):
             rank.run_mixed(min(decode_rows, config.running_limit), tokens)
         if config.enable_lora:
-            for tokens in _list_powers_of_two(config.max_num_batched_tokens):
+            for tokens in rank.find_adapter_token_counts(config):
                 rank.run_adapters(tokens)
+            rank.load_adapter()
         rank.sum_messages()
         rank.run_without_peers()
         for shared in (False, True):
@@ -93,6 +96,7 @@ class _FakeRank:
             for each in (context, context.without_quantization())
         ]
         built = make_model(model, context, max_positions=max_model_len)
+        self._lora_layers = [layer for _, layer in built.lora_layers()]
         layout = make_kv_layout(config, built, context.dtype, tp_size=tp_size)
         pool = KVPool(layout, 1, self._device)
         decode = TritonDecode(pool, built.heads.local_heads(tp_size), max_model_len)
@@ -139,11 +143,28 @@ class _FakeRank:
         self.sample(logits, sampled)
         gather_pages(self._tables.page_table, rows[0, decode_rows:], rows[0], total=1)
 
+    def find_adapter_token_counts(self, config: Config) -> list[int]:
+        """Return numbers of tokens with LoRA adapters that together launch every variant of their kernels."""
+        weights = [layer.weights for layer in self._lora_layers]
+        by_variant = find_token_counts_by_variant(
+            ((each.a.shape[3], each.part_sizes) for each in weights),
+            max_tokens=config.max_num_batched_tokens,
+            max_loras=config.max_loras,
+            max_rank=config.max_lora_rank,
+            dtype=self._dtype,
+            device=self._device,
+        )
+        return sorted({*by_variant, *_list_powers_of_two(config.max_num_batched_tokens)})
+
     def run_adapters(self, tokens: int) -> None:
         """Run a prefill row of ``tokens`` tokens that have LoRA adapters."""
         inputs, attention = self._make_batch(0, tokens, shared=False)
         slots = torch.empty(tokens, dtype=torch.int32, device=self._device)
         self._pass.forward(inputs, attention, slots)
+
+    def load_adapter(self) -> None:
+        """Fill a LoRA slot."""
+        fill_slot(0, torch.empty(16, dtype=torch.uint8, device=self._device), 0, 1, self._dtype)
 
     def _make_batch(
         self, decode_rows: int, tokens: int, *, shared: bool

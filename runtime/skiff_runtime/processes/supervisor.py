@@ -187,7 +187,10 @@ class Supervisor:
         return min(ready.kv_tokens for name, ready in self._ready.items() if name.startswith(Role.RANK))
 
     def _announce(self) -> None:
-        """Log the service's URL, and show what to try. The api process accepts requests by now: scripts send them when they read this line."""
+        """Log the service's URL, and show what to try.
+
+        The api process accepts requests by now: scripts send them when they read this line.
+        """
         host, port = self._config.host, self._ready[_API].port
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         log.event("service_ready", url=url, kv_tokens=self._kv_tokens, seconds=self._elapsed())

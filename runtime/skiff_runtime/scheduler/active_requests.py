@@ -40,7 +40,8 @@ class ActiveRequests:
         self._limits = limits
         self._max_queued_tokens = config.max_queued_tokens
         self._arrivals_per_level = config.running_limit + config.max_queued_requests
-        """As many requests as can be present at a time, so a level of priority outweighs the order of all of them."""
+        """Arrivals that one priority level is worth: the maximum number of active requests, so that priority outweighs
+        arrival order among all of them."""
         self._queue = queue
         self._slots = slots
         self._kv_cache = kv_cache

@@ -37,7 +37,7 @@ from skiff_runtime.scheduler.token_batch_builder import TokenBatchBuilder
 from skiff_runtime.step import NO_LORA_SLOT, LoraLoad
 
 FIRST_READ: Final = NO_REQUEST_BEFORE
-"""The place in the queue of an adapter that is being loaded: before all requests."""
+"""Queue key of the first read of a new adapter, ahead of all requests."""
 
 
 class HostCopy(Enum):
@@ -96,14 +96,14 @@ class Adapters:
         self.num_reads = 0
         """Reads into host memory that have succeeded since the start."""
 
-    def preload(self, adapters: Sequence[LoadAdapter], faults: Mapping[int, str]) -> None:
+    def preload(self, adapters: Sequence[LoadAdapter], errors: Mapping[int, str]) -> None:
         """Add the adapters of ``--lora``, which the store has read: it holds as many of them as fit into host memory.
 
-        Those with ``faults`` are refused.
+        Those with ``errors`` are refused.
         """
         for each in adapters:
-            if each.adapter_id in faults:
-                reply = AdapterRefused(each.uid, each.adapter_id, faults[each.adapter_id])
+            if each.adapter_id in errors:
+                reply = AdapterRefused(each.uid, each.adapter_id, errors[each.adapter_id])
                 self._replies.add_adapter(reply)
                 continue
             adapter = Adapter(each.adapter_id, each.name, each.path)
@@ -134,7 +134,7 @@ class Adapters:
         adapter = self._adapters[message.adapter_id]
         assert adapter.copy is HostCopy.READING
         self.has_changed = True
-        if not message.fault:
+        if not message.error:
             adapter.copy = HostCopy.PRESENT
             self.num_reads += 1
             self._use(adapter)
@@ -146,7 +146,7 @@ class Adapters:
         self._num_copies -= 1
         if adapter.load_uid is not None:
             del self._adapters[adapter.adapter_id]
-            self._replies.add_adapter(AdapterRefused(adapter.load_uid, adapter.adapter_id, message.fault))
+            self._replies.add_adapter(AdapterRefused(adapter.load_uid, adapter.adapter_id, message.error))
         return [each for each in self._queue.held_back if each.adapter_id == adapter.adapter_id]
 
     def make_namespace(self, message: GenerateRequest) -> CacheNamespace:

@@ -1,5 +1,6 @@
 """The lockstep checksum, by which ranks notice that they planned different steps."""
 
+from collections.abc import Sequence
 from typing import Final
 from zlib import crc32
 
@@ -32,6 +33,10 @@ class LockstepChecksum:
     def add_tokens(self, tokens: Int32) -> None:
         """Add the sampled tokens of a retired step."""
         self._add(tokens)
+
+    def add_refused_adapters(self, adapter_ids: Sequence[int]) -> None:
+        """Add the adapters that this rank could not read at the start."""
+        self._add(np.array(adapter_ids, np.int32))
 
     def add_flushed_pages(self, pages: Int32) -> None:
         """Add the pages that a flush of the prefix cache freed."""

@@ -21,9 +21,9 @@ class LoraSlots:
         self._slots: dict[int, int] = {}
         self._uses = 0
         self.num_loads = 0
-        """Adapters that have taken a slot since the start."""
+        """Loads into slots since the start."""
         self.num_evictions = 0
-        """Of these, those that have replaced another one."""
+        """Loads that evicted another adapter."""
 
     @property
     def num_unused(self) -> int:

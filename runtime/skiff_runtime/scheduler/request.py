@@ -177,11 +177,11 @@ def make_request(
         priority=message.priority,
         salt=namespace.encode(),
         adapter_id=namespace.adapter_id,
-        prompt_blocks=place_prompt_blocks(message.prompt_blocks, len(tokens), page_size),
+        prompt_blocks=locate_prompt_blocks(message.prompt_blocks, len(tokens), page_size),
     )
 
 
-def place_prompt_blocks(
+def locate_prompt_blocks(
     blocks: PromptBlocks | None, prompt_tokens: int, page_size: int
 ) -> tuple[tuple[int, int], ...]:
     """Return (page, hash) of each prompt block: the page in which its last byte is expected.

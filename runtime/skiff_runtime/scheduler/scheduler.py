@@ -47,7 +47,7 @@ from skiff_runtime.scheduler.step_stats import StepStatsRecorder
 from skiff_runtime.scheduler.token_batch_builder import TokenBatchBuilder
 from skiff_runtime.step import StepEngine, StepHandle
 
-NO_FAULTS: Final[Mapping[int, str]] = {}
+NO_ERRORS: Final[Mapping[int, str]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +73,13 @@ class Scheduler:
         num_deferred_graphs: int = 0,
         adapter_store: AdapterStore | None = None,
         adapters: Sequence[LoadAdapter] = (),
-        adapter_faults: Mapping[int, str] = NO_FAULTS,
+        adapter_errors: Mapping[int, str] = NO_ERRORS,
     ) -> None:
         """Make the scheduler of a resolved ``config`` over the ``num_pages`` of the engine's KV pool.
 
         ``num_deferred_graphs`` is the number of CUDA graphs that the engine captures as the plans say. ``adapter_store``:
         the engine's LoRA adapters, with ``--enable-lora``; ``adapters``: those that it has read at the start, except those with
-        ``adapter_faults``.
+        ``adapter_errors``.
         """
         assert config.max_model_len is not None
         self._engine = engine
@@ -107,7 +107,7 @@ class Scheduler:
             replies=replies,
             store=adapter_store,
         )
-        self._adapters.preload(adapters, adapter_faults)
+        self._adapters.preload(adapters, adapter_errors)
         self._requests = ActiveRequests(
             config,
             limits=RequestLimits(config.max_model_len, num_pages * config.page_size),
@@ -133,6 +133,7 @@ class Scheduler:
             adapters=self._adapters,
         )
         self._checksum = LockstepChecksum()
+        self._checksum.add_refused_adapters(sorted(adapter_errors))
         self._in_flight: deque[InFlightStep] = deque()
         self._should_stop = False
         self._needs_check = True
@@ -166,19 +167,24 @@ class Scheduler:
             self.check()
             self._needs_check = False
         can_proceed = (
-            self._captures.num_pending or self._cache.has_pending_events or self._adapters.has_changed
+            self._captures.num_pending
+            or self._cache.has_pending_events
+            or self._adapters.has_changed
+            or not self._replies.is_empty
         )
         wait = not can_proceed and (idle or self._only_waits_for_adapters)
         for item in self._channel.receive(wait=wait, checksum=self.checksum):
             self._take(item)
         self._requests.free_ended()
         self._adapters.advance()
+        if self._in_flight and self._replies.has_answers:
+            self._send_replies()  # before the wait for a step, which may take seconds on a CPU
         if self._planner.is_out_of_pages():
             self._retire_until(0)  # its end may free pages; a plan that preempts must find nothing in flight
         launched = not self._should_stop and self._launch()
         self._retire_until(1 if launched and self._overlap else 0)
         if not self._replies.is_empty or self._cache.has_pending_events:
-            self._channel.send(self._replies.take(self._stats.record_idle(), self._cache.take_events()))
+            self._send_replies()
         return not self._should_stop
 
     def check(self) -> None:
@@ -190,6 +196,7 @@ class Scheduler:
     def _take(self, item: SchedulerInput) -> None:
         self._needs_check = True
         if isinstance(item, GenerateRequest):
+            self._stats.record_received(item.uid)
             self._requests.accept(item)
         elif isinstance(item, AbortRequest):
             self._requests.abort(item)
@@ -200,7 +207,7 @@ class Scheduler:
         elif isinstance(item, UnloadAdapter):
             self._adapters.unload(item)
         elif isinstance(item, AdapterRead):
-            error = InternalError(f"the adapter could not be read again: {item.fault}")
+            error = InternalError(f"the adapter could not be read again: {item.error}")
             self._requests.fail_waiting(self._adapters.finish_read(item), error)
         elif isinstance(item, WatchCache):
             self._cache.watch(prompts=item.prompts, blocks=item.blocks, tokens=item.tokens)
@@ -247,8 +254,18 @@ class Scheduler:
         for pages in in_flight.planned.duplicates:
             self._pool.free(pages)
         self._requests.free_ended()
-        left = sum(each.planned.step.num_prompt_tokens for each in self._in_flight)
         stats = self._stats.record_step(
-            in_flight.planned, launched_at=in_flight.launched_at, in_flight_tokens=left
+            in_flight.planned,
+            launched_at=in_flight.launched_at,
+            in_flight_tokens=self._count_in_flight_tokens(),
         )
         self._channel.send(self._replies.take(stats, self._cache.take_events()))
+
+    def _send_replies(self) -> None:
+        """Send what was gathered although no step has just ended."""
+        stats = self._stats.record_idle(in_flight_tokens=self._count_in_flight_tokens())
+        self._channel.send(self._replies.take(stats, self._cache.take_events()))
+
+    def _count_in_flight_tokens(self) -> int:
+        """Return the prompt tokens of the steps that are launched and not retired."""
+        return sum(each.planned.step.num_prompt_tokens for each in self._in_flight)

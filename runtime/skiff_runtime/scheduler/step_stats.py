@@ -39,10 +39,18 @@ class StepStatsRecorder:
         self._reported_evictions = 0
         self._reported_corruptions = 0
         self._busy_since = 0.0
+        self._received: list[int] = []
 
-    def record_idle(self) -> StepStats:
-        """Return the statistics of a moment at which no step has just ended."""
-        return StepStats(**self._read_gauges())
+    def record_received(self, uid: int) -> None:
+        """Record that the scheduler has received a request: it is queued or running from now on, or has failed."""
+        self._received.append(uid)
+
+    def record_idle(self, *, in_flight_tokens: int) -> StepStats:
+        """Return the statistics of a moment at which no step has just ended.
+
+        ``in_flight_tokens``: prompt tokens of the steps that are launched and not retired.
+        """
+        return StepStats(**self._read_gauges(in_flight_tokens))
 
     def record_step(self, planned: PlannedStep, *, launched_at: float, in_flight_tokens: int) -> StepStats:
         """Return the statistics after a step, which ran from its launch or the end of the step before it.
@@ -54,7 +62,7 @@ class StepStatsRecorder:
         self._busy_since = ended_at
         step, started = planned.step, planned.started
         return StepStats(
-            **self._read_gauges(),
+            **self._read_gauges(in_flight_tokens),
             step_seconds=ended_at - began_at,
             prefill_rows=len(step.slots) - step.decode_rows,
             prefill_tokens=step.num_prompt_tokens,
@@ -63,17 +71,17 @@ class StepStatsRecorder:
             lookup_tokens=sum(each.prompt_tokens for each in started if each.is_looked_up),
             hit_tokens=sum(request.cached_tokens for request in started),
             queue_seconds=[launched_at - request.arrived_at for request in started],
-            prefill_tokens_left=in_flight_tokens + self._slots.num_uncomputed_tokens,
         )
 
-    def _read_gauges(self) -> dict[str, Any]:
-        """Return the gauges, and the evicted pages and corrupted requests since the last call."""
+    def _read_gauges(self, in_flight_tokens: int) -> dict[str, Any]:
+        """Return the gauges, and the evicted pages, corrupted requests and received ones since the last call."""
         pool, queue, results = self._pool, self._queue, self._results
         evicted, self._reported_evictions = pool.evicted_pages - self._reported_evictions, pool.evicted_pages
         corrupted, self._reported_corruptions = (
             results.corrupted - self._reported_corruptions,
             results.corrupted,
         )
+        received, self._received = self._received, []
         return {
             "queued": len(queue),
             "queued_tokens": queue.tokens,
@@ -86,6 +94,8 @@ class StepStatsRecorder:
             "evicted_pages": evicted,
             "corrupted": corrupted,
             "graphs_pending": self._captures.num_pending,
+            "prefill_tokens_left": in_flight_tokens + self._slots.num_uncomputed_tokens,
+            "received": received,
             **self._read_adapters(),
         }
 

@@ -47,7 +47,12 @@ class TokenBatchBuilder:
 
     @property
     def is_empty(self) -> bool:
-        return not (self._opened or self._failed or self._uids or self._flushed or self._adapters)
+        return not (self._opened or self.has_answers)
+
+    @property
+    def has_answers(self) -> bool:
+        """True if there are rows, failures, or replies to flushes and to loads of adapters."""
+        return bool(self._failed or self._uids or self._flushed or self._adapters)
 
     def add_opened(self, request: Request, started_at: float) -> None:
         """Add a request that runs for the first time, in a step that is launched at ``started_at`` (``perf_counter``)."""

@@ -86,6 +86,7 @@ class _PartialFile:
         self._lock, self._hash_lock = threading.Lock(), threading.Lock()
         self._complete = [remote.size_bytes == 0 or self._is_kept(index) for index in range(self.chunks)]
         self._hash, self._hashed = remote.new_hash(), 0
+        self._is_open = True
         self.attempts = 1
 
     def missing(self) -> list[int]:
@@ -131,18 +132,23 @@ class _PartialFile:
         self._complete = [False] * self.chunks
         self._hash, self._hashed = self.remote.new_hash(), 0
 
-    def publish(self) -> None:
-        """Move the complete file to its place, once its content is on the disk: a name never precedes its bytes."""
+    def sync(self) -> None:
+        """Wait until the content is on the disk: a name never precedes its bytes."""
         os.fdatasync(self._data)
+
+    def publish(self) -> None:
+        """Move the complete file, whose content is on the disk, to its path."""
         self.close()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._part.replace(self.path)
         self._journal_path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Close the files; they stay for a resumption."""
-        os.close(self._data)
-        os.close(self._journal)
+        """Close the files, unless that was done; they stay for a resumption."""
+        if self._is_open:
+            self._is_open = False
+            os.close(self._data)
+            os.close(self._journal)
 
     def discard(self) -> None:
         """Remove what was received: its content is wrong."""
@@ -180,6 +186,11 @@ class _Transfer:
         self._source = source
         self._files = files
         self._stop = threading.Event()
+        self._publish_lock = threading.Lock()
+        """Held to publish a file and to stop: nothing is published once ``run`` has ended."""
+        self._users = 1
+        """``run`` and the threads that have not ended; the last one closes the files."""
+        self._users_lock = threading.Lock()
         self._outcomes: SimpleQueue[BaseException | None] = SimpleQueue()
         self._spans: deque[tuple[_PartialFile, int, int]] = deque()
         self._received = 0
@@ -201,13 +212,25 @@ class _Transfer:
                 if not file.missing():
                     self._finish(file)
             for _ in range(min(STREAMS, len(self._spans))):
+                with self._users_lock:
+                    self._users += 1
                 threading.Thread(target=self._work, name="fetch", daemon=True).start()
             for _ in self._files:
                 failure = self._outcomes.get()
                 if failure is not None:
                     raise failure
         finally:
-            self._stop.set()
+            with self._publish_lock:
+                self._stop.set()
+            self._leave()
+
+    def _leave(self) -> None:
+        with self._users_lock:
+            self._users -= 1
+            is_last = self._users == 0
+        if is_last:
+            for file in self._files:
+                file.close()
 
     def _queue(self, file: _PartialFile) -> None:
         missing = file.missing()
@@ -219,16 +242,17 @@ class _Transfer:
         self._spans.extend((file, *file.bounds(index)) for index in missing)
 
     def _work(self) -> None:
-        while not self._stop.is_set():
-            try:
-                span = self._spans.popleft()
-            except IndexError:
-                return
-            try:
+        try:
+            while not self._stop.is_set():
+                try:
+                    span = self._spans.popleft()
+                except IndexError:
+                    return
                 self._transfer(*span)
-            except BaseException as failure:  # noqa: BLE001 (raised again in the thread that waits)
-                self._outcomes.put(failure)
-                return
+        except BaseException as failure:  # noqa: BLE001 (raised again in the thread that waits)
+            self._outcomes.put(failure)
+        finally:
+            self._leave()
 
     def _transfer(self, file: _PartialFile, start: int, stop: int) -> None:
         """Receive one span, which begins and ends with a chunk. A broken stream goes on where it ended."""
@@ -240,6 +264,7 @@ class _Transfer:
             at = position if start or self._source.supports_ranges(file.remote) else 0
             try:
                 for piece in self._source.stream(file.remote, at, stop):
+                    self._check_stop(file)
                     data = memoryview(piece).cast("B")
                     if at < position:
                         skipped = min(len(data), position - at)
@@ -258,8 +283,6 @@ class _Transfer:
                             if file.complete((position - 1) // CHUNK_BYTES, crc):
                                 self._finish(file)
                             crc = 0
-                    if self._stop.is_set():
-                        raise FetchError(f"{file.remote.name}: stopped")
                 if position < stop:
                     raise TransientSourceError("the connection ended early")
             except TransientSourceError as error:
@@ -267,9 +290,16 @@ class _Transfer:
                     retries.reset()
                 retries.wait(error)
 
+    def _check_stop(self, file: _PartialFile) -> None:
+        if self._stop.is_set():
+            raise FetchError(f"{file.remote.name}: stopped")
+
     def _finish(self, file: _PartialFile) -> None:
         if file.verify():
-            file.publish()
+            file.sync()
+            with self._publish_lock:
+                self._check_stop(file)
+                file.publish()
             self._outcomes.put(None)
             return
         log.warning("fetch_checksum_mismatch", file=file.remote.name, attempt=file.attempts)

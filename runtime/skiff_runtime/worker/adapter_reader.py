@@ -6,6 +6,7 @@ read, so each of them has the adapter before a step needs it.
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import takewhile
 from typing import Final, Protocol
 
 from skiff_runtime import log
@@ -51,19 +52,19 @@ class AdapterReader(AdapterStore):
 
         Returns the reasons of the others by their ids; they are logged, too.
         """
-        faults: dict[int, str] = {}
+        errors: dict[int, str] = {}
         kept = 0
         for each in adapters:
             try:
                 self._registry.register_adapter(each.adapter_id, each.path)
             except SkiffError as error:
                 log.error("adapter_left_out", adapter=each.name, uri=each.uri, reason=str(error))
-                faults[each.adapter_id] = str(error)
+                errors[each.adapter_id] = str(error)
                 continue
             kept += 1
             if kept > host_limit:
                 self._registry.unregister_adapter(each.adapter_id)
-        return faults
+        return errors
 
     def begin_read(self, adapter_id: int, path: str) -> None:
         self._reading[adapter_id] = self._thread.submit(self._registry.register_adapter, adapter_id, path)
@@ -71,39 +72,37 @@ class AdapterReader(AdapterStore):
     def drop(self, adapter_id: int) -> None:
         self._registry.unregister_adapter(adapter_id)
 
-    def take_ended(self) -> list[AdapterRead]:
+    def take_finished(self) -> list[AdapterRead]:
         """Return the reads that have ended since the last call, in the order in which they began. For rank 0."""
-        ended = {adapter_id: future for adapter_id, future in self._reading.items() if future.done()}
-        for adapter_id in ended:
+        # A later read may end while this looks at an earlier one, so it stops at the first that has not ended.
+        ended = [*takewhile(lambda each: each[1].done(), self._reading.items())]
+        for adapter_id, _ in ended:
             del self._reading[adapter_id]
-        return [
-            AdapterRead(adapter_id, _describe_fault(future.exception()))
-            for adapter_id, future in ended.items()
-        ]
+        return [AdapterRead(adapter_id, _describe_error(future.exception())) for adapter_id, future in ended]
 
     def settle(self, read: AdapterRead, beat: Callable[[], None]) -> None:
-        """Wait for this rank's own read of an adapter whose read has ended on rank 0, beating meanwhile.
+        """Wait for this rank's read of an adapter that rank 0 has finished reading; send heartbeats while waiting.
 
         What rank 0 could not read is dropped. Raises ``AdapterReadFailed`` if this rank alone could not read it.
         """
         future = self._reading.pop(read.adapter_id)
         while True:
             try:
-                fault = _describe_fault(future.exception(WAIT_SECONDS))
+                error = _describe_error(future.exception(WAIT_SECONDS))
                 break
             except TimeoutError:
                 beat()
-        if read.fault and not fault:
+        if read.error and not error:
             self._registry.unregister_adapter(read.adapter_id)
-        elif fault and not read.fault:
-            raise AdapterReadFailed(f"this rank could not read an adapter that rank 0 has read: {fault}")
+        elif error and not read.error:
+            raise AdapterReadFailed(f"this rank could not read an adapter that rank 0 has read: {error}")
 
     def close(self) -> None:
-        """End the thread after the read that it is at."""
+        """Stop the thread after the current read."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
 
-def _describe_fault(error: BaseException | None) -> str:
+def _describe_error(error: BaseException | None) -> str:
     """Return the reason of a failed read for the admin, and log what is not a fault of the adapter; "" for a success."""
     if error is None:
         return ""

@@ -40,9 +40,9 @@ from skiff_runtime.worker.step_profiler import StepProfiler
 from skiff_runtime.worker.step_watchdog import StepWatchdog
 
 IDLE_POLL_SECONDS: Final = 0.2
-"""Most time that an idle rank 0 waits for a message before its next turn, in which it beats or stops."""
+"""Most time that an idle rank 0 waits for a message before its next turn, in which it sends a heartbeat or stops."""
 LOADING_POLL_SECONDS: Final = 0.002
-"""The same while a grammar or an adapter is being read for a request."""
+"""Poll interval while a grammar or an adapter is being read for a request."""
 MAX_MESSAGES_PER_TURN: Final = 256
 """Most messages handled in one turn, so that a flood of them does not stall the running batch."""
 COLLECTIVE_MARGIN_SECONDS: Final = 60.0
@@ -67,13 +67,13 @@ class LeaderChannel(Channel):
         *,
         should_stop: Callable[[], bool],
         profiler: StepProfiler,
-        read: LoadGrammar,
+        load_grammar: LoadGrammar,
         adapters: AdapterReader | None = None,
     ) -> None:
         self._inbox = inbox
         self._profiler = profiler
         self._adapters = adapters
-        self._gate = GrammarGate(read)
+        self._gate = GrammarGate(load_grammar)
         self._detokenizer = Sender(endpoints.detokenizer)
         self._followers = [Sender(endpoints.rank(rank)) for rank in range(1, tp_size)]
         self._should_stop = should_stop
@@ -88,7 +88,7 @@ class LeaderChannel(Channel):
             is_loading = self._gate or (self._adapters is not None and self._adapters.is_reading)
             self._inbox.socket.poll(int((LOADING_POLL_SECONDS if is_loading else IDLE_POLL_SECONDS) * 1000))
         arrived = self._drain_inbox()
-        items: list[SchedulerInput] = [] if self._adapters is None else [*self._adapters.take_ended()]
+        items: list[SchedulerInput] = [] if self._adapters is None else [*self._adapters.take_finished()]
         items += self._gate.admit(arrived)
         if self._should_stop():
             items.append(Shutdown())
@@ -129,12 +129,12 @@ class FollowerChannel(Channel):
         inbox: Receiver[RankInputs],
         *,
         beat: Callable[[], None],
-        read: LoadGrammar,
+        load_grammar: LoadGrammar,
         adapters: AdapterReader | None = None,
     ) -> None:
         self._inbox = inbox
         self._beat = beat
-        self._read = read
+        self._load_grammar = load_grammar
         self._adapters = adapters
 
     def receive(self, *, wait: bool, checksum: int) -> list[SchedulerInput]:
@@ -146,7 +146,7 @@ class FollowerChannel(Channel):
                 f"this rank planned other steps than rank 0: checksum {checksum:08x}, not {inbox.checksum:08x}"
             )
         for grammar in inbox.grammars:
-            self._read(grammar)
+            self._load_grammar(grammar)
         for item in inbox.items:
             if isinstance(item, AdapterRead):
                 assert self._adapters is not None
@@ -207,12 +207,12 @@ def _bind(child: Child) -> Callable[[Engine, StepProfiler, AdapterReader | None]
             child.launch.config.tp_size,
             should_stop=lambda: child.should_stop,
             profiler=profiler,
-            read=engine.load_grammar,
+            load_grammar=engine.load_grammar,
             adapters=adapters,
         )
     inbox: Receiver[RankInputs] = Receiver(endpoints.rank(child.index), RankInputs)
     return lambda engine, _, adapters: FollowerChannel(
-        inbox, beat=child.beat, read=engine.load_grammar, adapters=adapters
+        inbox, beat=child.beat, load_grammar=engine.load_grammar, adapters=adapters
     )
 
 
@@ -222,10 +222,10 @@ def _serve(
     config = child.launch.config
     assert config.watchdog_timeout is not None
     start_adapters = child.launch.adapters
-    faults: Mapping[int, str] = {}
+    errors: Mapping[int, str] = {}
     if adapters is not None:
         assert config.max_cpu_loras is not None, "the configuration is resolved"
-        faults = adapters.preload(start_adapters, config.max_cpu_loras)
+        errors = adapters.preload(start_adapters, config.max_cpu_loras)
     watchdog = StepWatchdog(engine, timeout_seconds=config.watchdog_timeout, beat=child.beat)
     scheduler = Scheduler(
         config,
@@ -236,7 +236,7 @@ def _serve(
         num_deferred_graphs=engine.num_deferred_graphs,
         adapter_store=adapters,
         adapters=[LoadAdapter(0, each.adapter_id, each.name, each.path) for each in start_adapters],
-        adapter_faults=faults,
+        adapter_errors=errors,
     )
     child.report_phase("ready")
     child.report_ready(kv_tokens=engine.num_pages * config.page_size)

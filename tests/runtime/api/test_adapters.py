@@ -4,6 +4,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from event_client import following
 from frontend import NAME, Frontend, echoing_frontend, running_frontend, write_model
 from openai import OpenAI
 
+from skiff_runtime.errors import ModelNotFound
 from skiff_runtime.messages import (
     AdapterLoaded,
     AdapterRefused,
@@ -18,6 +20,7 @@ from skiff_runtime.messages import (
     FinishReason,
     KVBlocksStored,
     LoadAdapter,
+    RequestFailed,
     StepStats,
     UnloadAdapter,
     WatchCache,
@@ -207,6 +210,31 @@ def test_adapter_that_the_ranks_could_not_read_at_the_start_is_left_out(front: F
     front.rank.step([], adapters=[AdapterRefused(0, 1, "the file is cut short")])
     wait_for(lambda: names(front) == [NAME])
     assert front.post("/v1/completions", model="start", prompt="a").status_code == 404
+
+
+def test_request_of_an_adapter_that_the_ranks_refuse_meanwhile_is_not_found(
+    model: Path, directory: Path
+) -> None:
+    start = StartAdapter(1, "start", "hf://acme/start", str(directory / "sql"))
+    with running_frontend(model, adapters=(start,), enable_lora=True) as front:
+        with ThreadPoolExecutor(1) as pool:
+            pending = pool.submit(front.post, "/v1/completions", model="start", prompt="a")
+            request = front.rank.request()
+            front.rank.step([], adapters=[AdapterRefused(0, 1, "the file is cut short")])
+            wait_for(lambda: names(front) == [NAME])
+            error = ModelNotFound("the adapter has been unloaded", param="model")
+            front.rank.step([], failed=[RequestFailed.of(request.uid, error)])
+            assert pending.result(30).status_code == 404
+        assert front.get("/readyz").status_code == 200
+
+
+def test_refusal_of_an_adapter_leaves_the_one_that_replaced_it(model: Path, directory: Path) -> None:
+    start = StartAdapter(1, "start", "hf://acme/start", str(directory / "sql"))
+    with echoing_frontend(model, adapters=(start,), enable_lora=True) as front:
+        load(front, "start", directory / "chat", load_inplace=True)
+        front.rank.step([], adapters=[AdapterRefused(0, 1, "the file is cut short")])
+        load(front, "sql", directory / "sql")  # the refusal has arrived before
+        assert names(front) == [NAME, "start", "sql"]
 
 
 def test_router_learns_of_adapters_and_their_blocks(front: Frontend, directory: Path) -> None:

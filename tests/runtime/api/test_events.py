@@ -1,21 +1,28 @@
 """GET /events: what a router learns of a pod, with the test in place of the scheduler."""
 
+import asyncio
 import json
+import math
 import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import cast
 from urllib.parse import urlsplit
 
 import httpx
 import numpy as np
 import pytest
-from event_client import following
+import uvloop
+from event_client import EventClient, following
 from frontend import NAME, Frontend, running_frontend, write_model
 
-from skiff_runtime.api.dispatch.state_stream import MAX_SUBSCRIBERS
+from skiff_runtime.api.dispatch.service_status import ServiceStatus
+from skiff_runtime.api.dispatch.state_stream import MAX_SUBSCRIBERS, StateStream
+from skiff_runtime.api.http.asgi import AsgiWriter, Message
 from skiff_runtime.api.http.auth import derive_cache_namespace
+from skiff_runtime.config import Config
 from skiff_runtime.messages import (
     CacheEvents,
     Drain,
@@ -25,8 +32,10 @@ from skiff_runtime.messages import (
     StepStats,
     WatchCache,
 )
+from skiff_runtime.messages.transport import Sender
 from skiff_runtime.prompt_blocks import HASH_DTYPE, hash_body
 from skiff_runtime.state_events import (
+    MIN_INTERVAL_SECONDS,
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
@@ -175,7 +184,7 @@ def test_prompts_are_hashed_while_a_router_wants_to_know(front: Frontend) -> Non
 
 
 def test_arrival_is_reported_with_what_is_not_cached_of_it(front: Frontend) -> None:
-    """Before the scheduler has counted it; each part of a prompt once, and nothing after the next step."""
+    """Each part of a prompt once, until the scheduler has received the request or it has ended."""
     body = {"model": NAME, "prompt": "boat " * 220, "max_tokens": 1}
     hashed = hash_body(json.dumps(body).encode(), b"")
     assert hashed is not None and len(hashed.names()) == 1
@@ -198,7 +207,11 @@ def test_arrival_is_reported_with_what_is_not_cached_of_it(front: Frontend) -> N
         answers.append(pool.submit(send))
         requests.append(front.rank.request())
         reports(whole + rest)
-        front.rank.step([], cache_events=cache_events(hashed.names(), []))
+        front.rank.step([], stats=StepStats(step_seconds=0.01))
+        front.rank.step([], stats=StepStats(received=[requests[0].uid]))
+        reports(rest)
+        received = StepStats(received=[requests[1].uid])
+        front.rank.step([], stats=received, cache_events=cache_events(hashed.names(), []))
         reports(0)
         answers.append(pool.submit(send))
         requests.append(front.rank.request())
@@ -207,6 +220,61 @@ def test_arrival_is_reported_with_what_is_not_cached_of_it(front: Frontend) -> N
             front.rank.start(request)
             front.rank.finish(request.uid, FinishReason.LENGTH)
         assert [answer.result().status_code for answer in answers] == [200, 200, 200]
+        reports(0)
+
+
+def test_router_learns_which_of_its_requests_a_load_includes(front: Frontend) -> None:
+    def send(router: str, path: str = "/v1/completions", body: str = "") -> httpx.Response:
+        body = body or json.dumps({"model": NAME, "prompt": "boat", "max_tokens": 1})
+        return httpx.post(front.url + path, content=body, headers={"X-Skiff-Router": router}, timeout=30)
+
+    with (
+        ThreadPoolExecutor(5) as pool,
+        following(front.url, "prompt_blocks", router="one") as one,
+        following(front.url, "prompt_blocks", router="two") as two,
+        following(front.url, "prompt_blocks") as other,
+    ):
+        assert [each.next().acknowledges for each in (one, two, other)] == [True, True, False]  # type: ignore[union-attr]
+        assert isinstance(front.rank.receive(), WatchCache)
+        answers = [pool.submit(send, router) for router in ("one/7", "two/7", "one/8", "one/not-a-number")]
+        requests = [front.rank.request() for _ in answers]
+
+        def receive(events: EventClient, *numbers: int) -> None:
+            received: list[int] = []
+            while sorted(received) != sorted(numbers):
+                event = events.next()
+                assert isinstance(event, LoadChanged)
+                assert len(event.received) <= event.load.requests
+                received += event.received
+
+        receive(one, 7, 8)
+        receive(two, 7)
+        front.rank.step([], stats=StepStats(queued=9))
+        for events in (one, two, other):
+            last = events.until(lambda event: isinstance(event, LoadChanged) and event.load.waiting == 9)
+            assert isinstance(last, LoadChanged) and not last.received
+        unreadable = json.dumps(
+            {
+                "model": NAME,
+                "messages": [{"role": "user", "content": "boat"}],
+                "max_tokens": 1,
+                "chat_template_kwargs": {"unused": math.nan},
+            }
+        )
+        assert hash_body(unreadable.encode(), b"") is None
+        answers.append(pool.submit(send, "two/9", "/v1/chat/completions", unreadable))
+        requests.append(front.rank.request())
+        receive(two, 9)
+        for request in requests:
+            front.rank.start(request)
+            front.rank.finish(request.uid, FinishReason.LENGTH)
+        assert [answer.result().status_code for answer in answers] == [200] * 5
+
+
+@pytest.mark.parametrize("router", ["a/b", "x" * 65, "ü"])
+def test_router_id_that_no_header_could_repeat_is_refused(front: Frontend, router: str) -> None:
+    refused = httpx.get(front.url + "/events", params={"router": router})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "router"
 
 
 def test_subscribers_are_bounded_and_unknown_content_is_refused(front: Frontend) -> None:
@@ -236,7 +304,7 @@ def test_subscriber_that_does_not_read_is_disconnected(front: Frontend) -> None:
         many = list(range(1 << 63, (1 << 63) + 50_000))
         for _ in range(12):
             front.rank.step([], cache_events=cache_events(many, []))
-            time.sleep(0.1)
+            time.sleep(0.3)
         front.rank.step([], stats=STEP)
         other.until(lambda event: isinstance(event, LoadChanged) and event.load.waiting == 3)
         slow.settimeout(20)
@@ -244,3 +312,32 @@ def test_subscriber_that_does_not_read_is_disconnected(front: Frontend) -> None:
         while part := slow.recv(1 << 20):
             received += len(part)
         assert received < 12 * 50_000 * 19
+
+
+def test_changes_that_come_just_before_the_next_events_are_sent() -> None:
+    """In less than half a millisecond: uvloop then returns a handle that does not know its time."""
+    sent: list[bytes] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message["body"])
+
+    class Scheduler:
+        def send(self, _message: WatchCache) -> None:
+            """Take what is to be watched."""
+
+    async def run() -> None:
+        config = Config(model="m", max_model_len=64, max_running_requests=4)
+        sender, status = cast(Sender, Scheduler()), ServiceStatus()
+        stream = StateStream(config, status, [sender], in_flight=lambda: len(sent), prompt_bytes=lambda _: 0)
+        stream.subscribe(AsgiWriter(send, on_overflow=lambda: None), prompt_blocks=True, kv_blocks=False)
+        count = len(sent)
+        for _ in range(3):
+            stream._flushed_at = asyncio.get_running_loop().time() + 0.0003 - MIN_INTERVAL_SECONDS
+            stream.flush_soon()
+        assert len(sent) == count, "they are gathered"
+        async with asyncio.timeout(30):
+            while len(sent) == count:  # noqa: ASYNC110 (what is awaited sends no event)
+                await asyncio.sleep(0.001)
+        stream.close()
+
+    uvloop.run(run())

@@ -1,10 +1,13 @@
 """The roofline of a workload, and the measurement of a device's peak rates."""
 
+import time
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from skiff_runtime.bench.offline import device_peaks
 from skiff_runtime.bench.offline.roofline import (
     DevicePeaks,
     ModelCost,
@@ -140,3 +143,21 @@ def test_peak_rates_are_measured_in_a_child_process(dtype: str) -> None:
     """In bfloat16 it needs the guard against machines that announce AMX and trap its instructions."""
     peaks = measure_device_peaks("cpu", dtype, 1)
     assert peaks.bytes_per_second > 1e8 and peaks.flops_per_second > 1e8
+
+
+@pytest.mark.parametrize(("seconds", "calls"), [(0.001, 13), (0.5, 5), (7.0, 2)])
+def test_slow_device_is_measured_by_fewer_repetitions(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, calls: int
+) -> None:
+    """A CPU may take seconds for one product. The first is always a warm-up, which here takes twice as long."""
+    now = 0.0
+    done = 0
+
+    def work() -> None:
+        nonlocal now, done
+        done += 1
+        now += seconds * (2 if done == 1 else 1)
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    assert device_peaks.measure_median_seconds("cpu", work) == pytest.approx(seconds)
+    assert done == calls

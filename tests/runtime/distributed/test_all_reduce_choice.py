@@ -93,7 +93,7 @@ def votes(*others: bool) -> Callable[[bool], bool]:
 def test_rank_without_peer_access_names_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda own, peer: (own, peer) != (1, 2))
     with pytest.raises(PeerMemoryUnavailable, match="GPU 1 has no peer access to GPU 2"):
-        PeerToPeerAllReduce.connect(1, 4, torch.device("cuda", 1), agree=votes(), timeout_seconds=1)
+        PeerToPeerAllReduce.connect(1, 4, torch.device("cuda", 1), all_ranks=votes(), timeout_seconds=1)
 
 
 def test_failed_allocation_is_the_reason_on_the_rank_and_a_hint_on_the_others(
@@ -110,11 +110,11 @@ def test_failed_allocation_is_the_reason_on_the_rank_and_a_hint_on_the_others(
     monkeypatch.setattr(all_reduce, "allocate", fail)
     monkeypatch.setattr(all_reduce, "map_peers", map_peers)
     with pytest.raises(PeerMemoryUnavailable, match=r"^CUDA error: out of memory$"):
-        PeerToPeerAllReduce.connect(0, 2, torch.device("cuda", 0), agree=votes(True), timeout_seconds=1)
+        PeerToPeerAllReduce.connect(0, 2, torch.device("cuda", 0), all_ranks=votes(True), timeout_seconds=1)
     monkeypatch.setattr(all_reduce, "allocate", lambda *_: None)
     with pytest.raises(PeerMemoryUnavailable, match="another rank"):
         PeerToPeerAllReduce.connect(
-            0, 2, torch.device("cuda", 0), agree=votes(True, False), timeout_seconds=1
+            0, 2, torch.device("cuda", 0), all_ranks=votes(True, False), timeout_seconds=1
         )
 
 
@@ -127,11 +127,13 @@ def test_failed_mapping_is_agreed_on_after_the_allocation(monkeypatch: pytest.Mo
     monkeypatch.setattr(all_reduce, "allocate", lambda *_: None)
     monkeypatch.setattr(all_reduce, "map_peers", fail)
     with pytest.raises(PeerMemoryUnavailable, match="RuntimeError"):
-        PeerToPeerAllReduce.connect(0, 2, torch.device("cuda", 0), agree=votes(True, True), timeout_seconds=1)
+        PeerToPeerAllReduce.connect(
+            0, 2, torch.device("cuda", 0), all_ranks=votes(True, True), timeout_seconds=1
+        )
     monkeypatch.setattr(all_reduce, "map_peers", lambda *_: None)
     with pytest.raises(PeerMemoryUnavailable, match="another rank"):
         PeerToPeerAllReduce.connect(
-            0, 2, torch.device("cuda", 0), agree=votes(True, True, False), timeout_seconds=1
+            0, 2, torch.device("cuda", 0), all_ranks=votes(True, True, False), timeout_seconds=1
         )
 
 
@@ -165,7 +167,7 @@ def test_no_message_samples_an_algorithm_without_limits() -> None:
 
 def test_too_many_ranks_are_refused() -> None:
     with pytest.raises(PeerMemoryUnavailable, match="at most 8 ranks"):
-        PeerToPeerAllReduce.connect(0, 9, torch.device("cuda", 0), agree=votes(), timeout_seconds=1)
+        PeerToPeerAllReduce.connect(0, 9, torch.device("cuda", 0), all_ranks=votes(), timeout_seconds=1)
 
 
 def test_fallback_is_logged_and_refused_where_p2p_is_required(

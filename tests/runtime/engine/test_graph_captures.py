@@ -33,7 +33,7 @@ def test_engine_of_few_rows_defers_no_decode_graph(rows: list[int], expected: in
 
 def test_deferred_captures_run_one_by_one_until_none_is_left() -> None:
     done: list[int] = []
-    captures = GraphCaptures(make_tasks([9], done), make_tasks([5, 7], done), has_room=always, agree=bool)
+    captures = GraphCaptures(make_tasks([9], done), make_tasks([5, 7], done), has_room=always, all_ranks=bool)
     assert (captures.num_early, captures.num_deferred) == (1, 2)
     captures.capture_early()
     for _ in range(4):
@@ -46,7 +46,7 @@ def test_captures_are_given_up_for_good_where_memory_lacks() -> None:
     done: list[int] = []
     free = 1005
     captures = GraphCaptures(
-        [], make_tasks([5, 7, 3], done, 1000), has_room=lambda needed: needed <= free, agree=bool
+        [], make_tasks([5, 7, 3], done, 1000), has_room=lambda needed: needed <= free, all_ranks=bool
     )
     assert captures.deferred_bytes == 3015
     captures.capture_deferred()
@@ -62,15 +62,15 @@ def test_ranks_give_up_together() -> None:
     barrier, votes = Barrier(2, timeout=30), [True, True]
     done: list[list[int]] = [[], []]
 
-    def make_agree(rank: int) -> Callable[[bool], bool]:
-        def agree(fine: bool) -> bool:
-            votes[rank] = fine
+    def make_vote(rank: int) -> Callable[[bool], bool]:
+        def all_ranks(ok: bool) -> bool:
+            votes[rank] = ok
             barrier.wait()
             result = all(votes)
             barrier.wait()
             return result
 
-        return agree
+        return all_ranks
 
     def run(rank: int) -> None:
         free = (1 << 40, 6)[rank]
@@ -78,7 +78,7 @@ def test_ranks_give_up_together() -> None:
             [],
             make_tasks([5, 7, 3], done[rank]),
             has_room=lambda needed: needed <= free,
-            agree=make_agree(rank),
+            all_ranks=make_vote(rank),
         )
         for _ in range(3):
             captures.capture_deferred()

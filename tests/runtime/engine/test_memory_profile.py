@@ -74,10 +74,10 @@ class Start:
         self.order.append("graphs")
         return self.true.decode_graphs, self.true.prefill_graphs
 
-    def run(self, agree: Any = bool, sampling: int = GIB) -> MemoryProfile:
+    def run(self, all_ranks: Any = bool, sampling: int = GIB) -> MemoryProfile:
         return profile.find_or_measure(
             self.cache,
-            agree,
+            all_ranks,
             measure_activations=self.measure_activations,
             measure_graphs=self.measure_graphs,
             sampling=sampling,
@@ -139,12 +139,12 @@ def test_ranks_measure_together_if_one_of_them_must(tmp_path: Path, lacking: str
     starts = [Start(caches[0], 4 * GIB), Start(caches[1], (5 if lacking == "fit" else 4) * GIB)]
 
     def run(rank: int) -> MemoryProfile:
-        def agree(fine: bool) -> bool:
-            votes[rank] = fine
+        def all_ranks(ok: bool) -> bool:
+            votes[rank] = ok
             barrier.wait()
             return all(votes)
 
-        return starts[rank].run(agree)
+        return starts[rank].run(all_ranks)
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(run, range(2)))

@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 import pytest
@@ -80,4 +81,25 @@ def test_imports_of_other_threads_do_not_pause(package: str) -> None:
         thread = threading.Thread(target=importlib.import_module, args=(package,))
         thread.start()
         thread.join()
+    assert package in sys.modules
+
+
+def test_import_that_is_looking_for_its_module_still_finds_it_when_pacing_ends(
+    package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pacing = paced_imports(threading.Event(), lambda: False)
+
+    class Finder:
+        """Ends the pacing while the import of another thread is at this finder."""
+
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == package:
+                pacing.__exit__(None, None, None)
+
+    place = sys.meta_path.index(PathFinder)
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path[:place], Finder(), *sys.meta_path[place:]])
+    pacing.__enter__()
+    thread = threading.Thread(target=importlib.import_module, args=(package,))
+    thread.start()
+    thread.join()
     assert package in sys.modules

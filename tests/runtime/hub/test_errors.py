@@ -1,5 +1,6 @@
 """Failed downloads end in one error that names the remedy."""
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -96,6 +97,16 @@ def test_overlong_retry_after_fails_at_once(hub: FakeHub, tmp_path: Path, name: 
     hub.faults[name] = [Fault(status=429, headers={"Retry-After": "3600"})]
     assert "asks to retry after 3600 s" in failure(hub, tmp_path / "cache")
     assert not get_session().event_hooks["response"]  # the library's shared session is restored
+
+
+def test_downloads_at_once_share_the_limit_on_retry_after() -> None:
+    first, second = client.HubClient(REFERENCE), client.HubClient(REFERENCE)
+    with contextlib.ExitStack() as outer:
+        outer.enter_context(first.bounded_retry_after())
+        with second.bounded_retry_after():
+            outer.close()
+            assert len(get_session().event_hooks["response"]) == 1
+    assert not get_session().event_hooks["response"]
 
 
 def test_unreachable_hub_is_named_without_its_password(tmp_path: Path, model: Path) -> None:

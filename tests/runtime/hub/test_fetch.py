@@ -343,7 +343,7 @@ class TestCommand:
             assert time.monotonic() < deadline and first.poll() is None
             time.sleep(0.05)
         first.send_signal(signal.SIGTERM)
-        _, errors = first.communicate(timeout=5)
+        _, errors = first.communicate(timeout=60)
         assert first.returncode == EXIT_FETCH_FAILED, errors
         assert "interrupted" in errors
         hub.bytes_per_second = 0

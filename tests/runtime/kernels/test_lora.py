@@ -1,6 +1,6 @@
 """LoRA's products against float64: adapters of many ranks in one step, layers of several parts, untouched outputs."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -59,6 +59,34 @@ def make_weights(
         a[slot, :, rank:], b[slot, :, rank:] = 0, 0
     return LoraWeights(
         a, b, torch.tensor(ranks, dtype=torch.int32, device=DEVICE), parts, workspace.new_call_id()
+    )
+
+
+def choose_variant(tokens: int, inputs: int, parts: tuple[int, ...]) -> tuple[object, ...]:
+    _, options = kernel.choose_options(
+        tokens,
+        inputs,
+        parts,
+        max_loras=LORAS,
+        max_rank=16,
+        dtype=HALF,
+        device=DEVICE,
+        x_is_complete=False,
+    )
+    return (inputs, parts, *options.values())
+
+
+def test_every_variant_is_among_those_of_the_found_numbers_of_tokens() -> None:
+    layers, limit = [(4096, (4096, 1024, 1024)), (4096, (4096,))], 1500
+    found = kernel.find_token_counts_by_variant(
+        layers, max_tokens=limit, max_loras=LORAS, max_rank=16, dtype=HALF, device=DEVICE
+    )
+
+    def variants(counts: Iterable[int]) -> set[tuple[object, ...]]:
+        return {choose_variant(tokens, *layer) for tokens in counts for layer in layers}
+
+    assert (
+        variants(found) == variants(range(1, limit + 1)) > variants(1 << exponent for exponent in range(11))
     )
 
 

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from tiny_models import edit_json, make_model
 
 from skiff_runtime.errors import ModelError
-from skiff_runtime.layers.lora import LoraLayer, LoraState, PackedLora
+from skiff_runtime.kernels.lora_slots import HostBuffer, fill_slot
+from skiff_runtime.layers.lora import LoraLayer, LoraState
 from skiff_runtime.layers.sharding import LayerContext
 from skiff_runtime.models.config import read_model_config
 from skiff_runtime.models.lora_adapter import read_adapter, read_adapter_config
@@ -41,8 +42,14 @@ def adapter(model: Path, tmp_path: Path) -> Path:
     return make_adapter(tmp_path, model, seed=2, modules=("q_proj", "v_proj"), r=4, lora_alpha=6)
 
 
-def read(adapter: Path, layers: Layers) -> list[PackedLora | None]:
+def read(adapter: Path, layers: Layers) -> list[HostBuffer]:
     return read_adapter(adapter, layers, max_rank=RANK, base_names=frozenset())
+
+
+def load(adapter: Path, layers: Layers) -> None:
+    """Fill the only LoRA slot."""
+    for buffer in read(adapter, layers):
+        fill_slot(0, buffer, torch.empty(0), torch.float32)
 
 
 def edit_tensors(adapter: Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> None:
@@ -52,26 +59,75 @@ def edit_tensors(adapter: Path, edit: Callable[[dict[str, torch.Tensor]], object
     save_file(tensors, file)
 
 
-def test_matrices_are_packed_with_the_scale_and_zeros_beyond_the_rank(adapter: Path, layers: Layers) -> None:
-    packed = read(adapter, layers)
+def test_matrices_are_loaded_with_the_scale(adapter: Path, layers: Layers) -> None:
+    load(adapter, layers)
     stored = load_file(adapter / "adapter_model.safetensors")
-    first, others = packed[0], packed[1:4]
-    assert first is not None and first.rank == 4
-    assert all(each is None for each in others), "o, gate and up, down of the first layer"
-    q_outputs = stored[Q.format("B")].shape[0]
-    assert torch.equal(first.a[0, :4], stored[Q.format("A")])
-    assert torch.equal(first.b[:q_outputs, :4], stored[Q.format("B")] * 1.5)
-    k_outputs = layers[0][1].weights.part_sizes[1]
-    assert not first.a[1].any() and not first.b[q_outputs : q_outputs + k_outputs].any()
-    assert not first.a[:, 4:].any() and not first.b[:, 4:].any()
+    assert [layer.weights.ranks.tolist() for _, layer in layers[:4]] == [[4], [0], [0], [0]], (
+        "nothing for o, gate and up, and down"
+    )
+    [q, k, v], weights = layers[0][1].b, layers[0][1].weights
+    assert torch.equal(weights.a[0, 0, :4], stored[Q.format("A")])
+    assert torch.equal(q.memory[0, :, :4], stored[Q.format("B")] * 1.5)
+    assert torch.equal(v.memory[0, :, :4], stored[Q.replace("q_proj", "v_proj").format("B")] * 1.5)
+    assert not k.memory[0, :, :4].any()
 
 
-def test_unloaded_layer_keeps_nothing_of_the_adapter_before(adapter: Path, layers: Layers) -> None:
-    layer, [packed, *_] = layers[0][1], read(adapter, layers)
-    layer.load(0, packed)
-    assert layer.weights.ranks.tolist() == [4] and layer.weights.b.any()
-    layer.load(0, None)
-    assert layer.weights.ranks.tolist() == [0] and not layer.weights.a.any() and not layer.weights.b.any()
+def test_adapter_replaces_all_of_the_one_before(
+    adapter: Path, model: Path, layers: Layers, tmp_path: Path
+) -> None:
+    """Also what it has nothing for: a layer, a module of a layer, and columns beyond a module's own rank."""
+    before = make_adapter(
+        tmp_path / "before", model, seed=3, modules=("q_proj", "k_proj", "v_proj", "o_proj"), r=8
+    )
+    load(before, layers)
+    assert layers[1][1].weights.ranks.tolist() == [8]
+    edit_json(adapter / "adapter_config.json", rank_pattern={"v_proj": 2})
+    edit_tensors(
+        adapter,
+        lambda tensors: tensors.update(
+            {
+                name: (each[:2] if ".lora_A." in name else each[:, :2]).contiguous()
+                for name, each in tensors.items()
+                if "v_proj" in name
+            }
+        ),
+    )
+    load(adapter, layers)
+    assert [layer.weights.ranks.tolist() for _, layer in layers[:2]] == [[4], [0]]
+    _, k, v = layers[0][1].b
+    assert not k.memory[0, :, :4].any()
+    assert v.memory[0, :, :2].all() and not v.memory[0, :, 2:4].any()
+    _, k, v = layers[0][1].a
+    assert not k.memory[0, :4].any()
+    assert v.memory[0, :2].all() and not v.memory[0, 2:4].any()
+
+
+def test_matrices_of_several_types_are_read_from_one_file(adapter: Path, layers: Layers) -> None:
+    types = (torch.bfloat16, torch.float16, torch.float32)
+
+    def convert(tensors: dict[str, torch.Tensor]) -> None:
+        for number, name in enumerate(sorted(tensors)):
+            tensors[name] = tensors[name].to(types[number % len(types)])
+
+    edit_tensors(adapter, convert)
+    stored = load_file(adapter / "adapter_model.safetensors")
+    assert {each.dtype for each in stored.values()} == set(types)
+    load(adapter, layers)
+    for prefix, layer in layers:
+        for module, a, b in zip(layer.modules, layer.a, layer.b, strict=True):
+            name = f"base_model.model.{prefix}{module.name}.lora_{{}}.weight"
+            if name.format("A") in stored:
+                assert torch.equal(a.memory[0, :4], stored[name.format("A")].float())
+                assert torch.equal(b.memory[0, :, :4], stored[name.format("B")].float() * 1.5)
+
+
+def test_value_that_overflows_in_the_type_of_the_model_is_refused(model: Path, adapter: Path) -> None:
+    state = LoraState(CPU, max_loras=1, max_rank=RANK, max_tokens=8)
+    context = LayerContext(torch.float16, CPU, lora=state)
+    layers = list(build_model(read_model_config(model), context, max_positions=8).lora_layers())
+    edit_tensors(adapter, lambda tensors: tensors[Q.format("B")].fill_(60_000.0))
+    with pytest.raises(ModelError, match=r"q_proj.*not finite as torch\.float16"):
+        read(adapter, layers)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +185,10 @@ def test_unsupported_configurations_are_refused_by_name(
         (lambda t: t.update({Q.format("A"): torch.zeros(4, 63)}), "lora_A of .* has shape .4, 63."),
         (lambda t: t.update({Q.format("B"): torch.zeros(32, 4)}), "lora_B of .* has shape .32, 4."),
         (lambda t: t.update({Q.format("A"): torch.zeros(4, 64, dtype=torch.int32)}), "is of type I32"),
-        (lambda t: t.update({Q.format("A"): torch.full((4, 64), torch.nan)}), "not finite"),
+        (lambda t: t.update({Q.format("A"): torch.full((4, 64), torch.nan)}), "q_proj' .* not finite"),
+        (lambda t: t.update({Q.format("A"): torch.full((4, 64), -torch.inf)}), "q_proj' .* not finite"),
+        (lambda t: t.update({Q.format("B"): torch.full((64, 4), 3e38)}), "q_proj' .* not finite"),
+        (lambda t: t.update({Q.format("A").removeprefix("base_model.model."): torch.zeros(4, 64)}), "twice"),
         (lambda t: t.update({"base_model.model.lm_head.lora_A.weight": torch.zeros(4, 64)}), "output head"),
         (
             lambda t: t.update({Q.format("A").replace("layers.0", "layers.9"): torch.zeros(4, 64)}),
@@ -143,7 +202,20 @@ def test_unsupported_configurations_are_refused_by_name(
         ),
         (lambda t: t.clear(), "contains no tensor"),
     ],
-    ids=["pair", "inputs", "outputs", "dtype", "nan", "head", "layer", "experts", "empty"],
+    ids=[
+        "pair",
+        "inputs",
+        "outputs",
+        "dtype",
+        "nan",
+        "inf",
+        "scale",
+        "twice",
+        "head",
+        "layer",
+        "experts",
+        "empty",
+    ],
 )
 def test_tensors_that_do_not_fit_are_refused_by_name(
     adapter: Path, layers: Layers, edit: Callable[[dict[str, torch.Tensor]], object], reason: str

@@ -223,7 +223,7 @@ def test_kernels_of_adapters_are_compiled_for_every_number_of_tokens(
     """A service without adapters launches none of them; one with adapters launches all others, too."""
     (own,) = launches(model, (1, 0), max_loras=3)
     names = {launch[0] for launch in own} - {launch[0] for launch in found[1]}
-    assert names == {"add_lora_kernel", "group_tokens_kernel"}
+    assert names == {"add_lora_kernel", "fill_slot_kernel", "group_tokens_kernel"}
     rows = {rule.tile.rows for rule in HOPPER.lora.rules}
     assert constants(own, "add_lora_kernel", "ROWS") == {(each,) for each in rows}
     assert constants(own, "add_lora_kernel", "MAX_RANK") == {(16,)}

@@ -238,3 +238,24 @@ def test_thousand_adapters_leave_nothing_behind() -> None:
     bench.finish()
     assert not bench.engine.registered and not bench.scheduler._adapters._adapters
     assert bench.stats[-1].resident_adapters == []
+
+
+def test_adapters_that_were_refused_at_the_start_are_reported_in_the_first_turn() -> None:
+    bench = SchedulerBench(enable_lora=True, adapters=[load(1)], adapter_errors={1: "cut short"})
+    bench.turn()
+    assert bench.channel.waits == [False]
+    assert bench.replies.adapters == [AdapterRefused(-1, 1, "cut short")]
+
+
+def test_ranks_that_could_not_read_the_same_adapters_differ_before_the_first_step() -> None:
+    faults: tuple[dict[int, str], ...] = (
+        {},
+        {1: "cut short"},
+        {2: "cut short"},
+        {1: "cut short", 2: "no such file"},
+    )
+    checksums = [
+        SchedulerBench(enable_lora=True, adapters=[load(1), load(2)], adapter_errors=each).scheduler.checksum
+        for each in faults
+    ]
+    assert len(set(checksums)) == len(faults)

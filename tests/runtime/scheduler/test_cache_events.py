@@ -8,7 +8,7 @@ from scheduler_bench import EOS, SchedulerBench, generate, load
 from skiff_runtime.kvcache.block_hash import hash_blocks
 from skiff_runtime.messages import FlushCache, GenerateRequest, KVBlocksStored, WatchCache
 from skiff_runtime.prompt_blocks import HASH_DTYPE, PROMPT_BLOCK_BYTES, PromptBlocks
-from skiff_runtime.scheduler.request import place_prompt_blocks
+from skiff_runtime.scheduler.request import locate_prompt_blocks
 
 PROMPT = [(7 * i + i // 11) % EOS for i in range(64)]
 WATCH = WatchCache(prompts=True, blocks=True)
@@ -124,6 +124,6 @@ def test_nothing_is_recorded_without_a_watcher() -> None:
 
 
 def test_pages_of_blocks_follow_the_length_of_the_text() -> None:
-    assert place_prompt_blocks(blocks(1, 2, text_bytes=3 * PROMPT_BLOCK_BYTES), 96, 16) == ((1, 1), (3, 2))
-    assert place_prompt_blocks(blocks(1, 2), 1, 16) == ((0, 1), (0, 2))
-    assert place_prompt_blocks(None, 96, 16) == place_prompt_blocks(blocks(), 96, 16) == ()
+    assert locate_prompt_blocks(blocks(1, 2, text_bytes=3 * PROMPT_BLOCK_BYTES), 96, 16) == ((1, 1), (3, 2))
+    assert locate_prompt_blocks(blocks(1, 2), 1, 16) == ((0, 1), (0, 2))
+    assert locate_prompt_blocks(None, 96, 16) == locate_prompt_blocks(blocks(), 96, 16) == ()

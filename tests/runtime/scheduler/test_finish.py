@@ -1,10 +1,12 @@
 """The end of requests: end of sequence, stop tokens, length, abort at any moment, errors, refusal."""
 
+import numpy as np
 import pytest
 from scheduler_bench import EOS, SchedulerBench, generate
-from simulated_engine import continuation
+from simulated_engine import SimulatedStep, continuation
 
-from skiff_runtime.messages import AbortRequest, CompiledGrammar, FinishReason, Shutdown
+from skiff_runtime.messages import AbortRequest, CompiledGrammar, FinishReason, Shutdown, Wire
+from skiff_runtime.step import StepResult
 
 
 def prompt_with_eos(*, within: int) -> tuple[list[int], int]:
@@ -60,6 +62,26 @@ def test_ended_request_keeps_its_pages_until_its_step_in_flight_retires() -> Non
     assert bench.stats[-1].pages_free < bench.stats[-1].pages_total
     bench.finish()
     assert bench.stats[-1].pages_free == bench.stats[-1].pages_total
+
+
+def test_abort_is_confirmed_before_the_wait_for_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = SchedulerBench()
+    bench.put(generate(0, [0, 1], max_tokens=30), generate(1, [1, 2], max_tokens=30))
+    bench.turn()
+    confirmed: list[bool] = []
+    wait_for_result = SimulatedStep.result
+
+    def record(step: SimulatedStep) -> StepResult:
+        sent = [uid for batch in bench.channel.sent for uid in np.frombuffer(batch.uids, Wire.UID)]
+        confirmed.append(1 in sent)
+        return wait_for_result(step)
+
+    monkeypatch.setattr(SimulatedStep, "result", record)
+    bench.put(AbortRequest(1))
+    bench.turn()
+    assert confirmed and confirmed[0]
+    assert bench.replies[1].finish == FinishReason.ABORT
+    bench.finish()
 
 
 @pytest.mark.parametrize("overlap", [True, False])

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from service import running_service, wait_ready, wait_until
+from service import START_SECONDS, running_service, wait_ready, wait_until
 from tiny_models import make_model
 from watch import is_alive
 
@@ -46,7 +46,7 @@ def test_startup_failure_names_its_cause(
     model = make_model(tmp_path, shard_size="10MB")
     damage(model)
     with running_service(model, *flags, ready=False) as service:
-        assert service.wait_exit() == code
+        assert service.process.wait(START_SECONDS) == code
         assert message in service.log_text()
         assert "Traceback" not in service.log_text()
 
@@ -78,7 +78,10 @@ def test_service_is_announced_only_once_requests_are_accepted(tmp_path: Path) ->
         wait_until(lambda: "process_ready process=api" in service.log_text())
         service.children["api"].suspend()
         processes = ("rank0", "tokenizer0", "detokenizer")
-        wait_until(lambda: all(f"process_ready process={name}" in service.log_text() for name in processes))
+        wait_until(
+            lambda: all(f"process_ready process={name}" in service.log_text() for name in processes),
+            START_SECONDS,
+        )
         time.sleep(0.5)  # long enough for an announcement that does not wait
         assert "service_ready" not in service.log_text()
         service.children["api"].resume()

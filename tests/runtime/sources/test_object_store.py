@@ -298,7 +298,7 @@ def test_killed_fetch_is_resumed_by_the_next_one(store: FakeS3, model: Path, tmp
         assert time.monotonic() < deadline and first.poll() is None
         time.sleep(0.05)
     first.send_signal(signal.SIGTERM)
-    _, errors = first.communicate(timeout=5)
+    _, errors = first.communicate(timeout=60)
     assert first.returncode == EXIT_FETCH_FAILED and "interrupted" in errors
     assert not list(cache.glob("*/model"))
     store.bytes_per_second = 0

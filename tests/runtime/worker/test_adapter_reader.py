@@ -2,6 +2,7 @@
 
 import threading
 import time
+from concurrent.futures import Future
 
 import pytest
 
@@ -37,7 +38,7 @@ def take(reader: AdapterReader) -> list[AdapterRead]:
     deadline = time.monotonic() + 30
     while reader.is_reading:
         assert time.monotonic() < deadline
-        ended += reader.take_ended()
+        ended += reader.take_finished()
     return ended
 
 
@@ -47,7 +48,7 @@ def test_reads_end_in_order_and_a_bad_one_harms_nobody() -> None:
     reader = AdapterReader(registry)
     for adapter_id, path in enumerate(["good", "bad", "broken", "fine"], 1):
         reader.begin_read(adapter_id, path)
-    assert reader.is_reading and reader.take_ended() == []
+    assert reader.is_reading and reader.take_finished() == []
     registry.may_read.set()
     assert take(reader) == [
         AdapterRead(1),
@@ -57,6 +58,26 @@ def test_reads_end_in_order_and_a_bad_one_harms_nobody() -> None:
     ]
     reader.drop(1)
     assert registry.adapters == {4: "fine"}
+    reader.close()
+
+
+def test_reads_that_end_while_their_ends_are_taken_stay_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = Registry()
+    registry.may_read.clear()
+    reader = AdapterReader(registry)
+    for adapter_id in (1, 2):
+        reader.begin_read(adapter_id, "good")
+    done = Future.done
+
+    def let_all_end_after_the_first_look(future: Future[None]) -> bool:
+        was_done = done(future)
+        registry.may_read.set()
+        while len(registry.adapters) < 2:
+            time.sleep(0.001)
+        return was_done
+
+    monkeypatch.setattr(Future, "done", let_all_end_after_the_first_look)
+    assert take(reader) == [AdapterRead(1), AdapterRead(2)]
     reader.close()
 
 

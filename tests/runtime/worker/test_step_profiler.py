@@ -106,7 +106,7 @@ def test_profiler_starts_and_ends_while_no_rank_can_run_a_step(tmp_path: Path, e
         1,
         should_stop=lambda: False,
         profiler=profiler,
-        read=lambda grammar: None,
+        load_grammar=lambda grammar: None,
     )
     channel._followers = [cast(Any, events)]
 

@@ -1,10 +1,10 @@
 """LoRA adapters as the api process knows them: their loads, their names, and their unloads."""
 
-import asyncio
 from collections.abc import Iterable, Sequence
 from typing import Final
 
 from skiff_runtime import log
+from skiff_runtime.api.dispatch.daemon_thread import run_on_daemon_thread
 from skiff_runtime.api.dispatch.dispatcher import Dispatcher
 from skiff_runtime.api.dispatch.rpc import RpcClient
 from skiff_runtime.api.formats.served_model import ServedModel
@@ -100,10 +100,14 @@ class AdapterManager:
             self._retire(replaced)
 
     def leave_out(self, refused: AdapterRefused) -> None:
-        """Remove an adapter of ``--lora`` that the ranks could not read at the start; no-op for any other."""
-        name = self._names.pop(refused.adapter_id, None)
-        if name is not None:
-            del self._model.adapters[name]
+        """Remove an adapter of ``--lora`` that the ranks could not read at the start; no-op if it has been unloaded.
+
+        Its requests may be on their way to the ranks, which fail them.
+        """
+        served = self._model.adapters.get(self._names.get(refused.adapter_id, ""))
+        if served is not None and served.adapter_id == refused.adapter_id:
+            del self._model.adapters[served.name]
+            self._retire(served)
 
     def unload(self, name: str) -> None:
         """Unload an adapter: requests cannot choose it any more, and those that did finish.
@@ -138,7 +142,10 @@ class AdapterManager:
     async def _locate(self, uri: str) -> str:
         """Return the directory of an adapter, which may be downloaded on a thread."""
         try:
-            return str(await asyncio.to_thread(locate_adapter, uri, self._config.adapters_dir))
+            directory = await run_on_daemon_thread(
+                lambda: locate_adapter(uri, self._config.adapters_dir), name="adapter-download"
+            )
+            return str(directory)
         except ConfigError as error:
             raise ModelNotFound(str(error), param="lora_path", code="adapter_not_found") from None
         except FetchError as error:

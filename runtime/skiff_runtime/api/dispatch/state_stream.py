@@ -1,18 +1,17 @@
 """The streams of ``GET /events``: what routers know of this pod, sent when it changes.
 
-Changes are gathered for ``MIN_INTERVAL_SECONDS`` and encoded once for all subscribers. A request that arrives with much to
-compute is reported sooner, because routers that do not know of it yet would send others behind it. Without a subscriber, a step costs
-a few additions, and the scheduler records nothing. A subscriber that reads too slowly is disconnected; it comes back to a
-snapshot.
+Changes are gathered for ``MIN_INTERVAL_SECONDS`` and encoded once for all subscribers. A request that arrives with much
+to compute is reported sooner, because routers that do not know of it yet would send others behind it. Without a
+subscriber, a step costs a few additions, and the scheduler records nothing. A subscriber that reads too slowly is
+disconnected; it comes back to a snapshot.
 """
 
 import asyncio
 import time
 import uuid
 from bisect import bisect_left
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -23,6 +22,7 @@ from skiff_runtime.api.dispatch.kv_event_publisher import KVEventPublisher
 from skiff_runtime.api.dispatch.service_status import ServiceStatus
 from skiff_runtime.api.dispatch.step_time import StepTimeModel
 from skiff_runtime.api.http.asgi import AsgiWriter
+from skiff_runtime.api.http.router_header import RouterRequest
 from skiff_runtime.config import Config
 from skiff_runtime.errors import Unavailable
 from skiff_runtime.messages import CacheEvents, KVBlocksStored, StepStats, StreamOpened, TextBatch, WatchCache
@@ -50,8 +50,6 @@ from skiff_runtime.state_events import (
 MAX_SUBSCRIBERS: Final = 16
 KEEP_WATCHING_SECONDS: Final = 60.0
 """Time for which the cache is watched on behalf of a subscriber that has left: a router that restarts finds its snapshot."""
-ARRIVING_SECONDS: Final = 1.0
-"""Longest time for which an accepted request counts as arriving: it may have failed before the scheduler received it."""
 _AVERAGE_WEIGHT: Final = 0.05
 
 KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
@@ -59,12 +57,15 @@ KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 @dataclass(eq=False, slots=True)
 class Subscriber:
-    """One stream. ``number``: the number of events sent."""
+    """One stream. ``router_id``: the router that reads it, "" for another client. ``number``: the number of events sent."""
 
     writer: AsgiWriter
     prompt_blocks: bool
     kv_blocks: bool
+    router_id: str = ""
     number: int = 0
+    received: list[int] = field(default_factory=list)
+    """Numbers of the router's requests that were accepted since its last event."""
 
     def send(self, data: bytes) -> None:
         """Send one event, whose data is ``data``."""
@@ -167,9 +168,8 @@ class _Block(NamedTuple):
 
 
 class _Arriving(NamedTuple):
-    """An accepted request that the scheduler may not have received. ``tokens``, ``blocks``: those that are not cached."""
+    """An accepted request that the scheduler has not reported. ``tokens``, ``blocks``: those that are not cached."""
 
-    accepted_at: float
     tokens: int
     blocks: list[int]
 
@@ -188,9 +188,10 @@ class StateStream:
         publisher: KVEventPublisher | None = None,
         adapters: Callable[[Sequence[int]], PodAdapters] | None = None,
     ) -> None:
-        """``in_flight``: returns the number of requests that are accepted and have not ended. ``prompt_bytes``: returns the
-        length of the text of a request's prompt, by its uid, or 0. ``publisher``: gets all changes of KV blocks, with tokens.
-        ``adapters``: returns the LoRA adapters, given the ids of those in a slot; None for a service without.
+        """``in_flight``: returns the number of requests that are accepted and have not ended. ``prompt_bytes``: returns
+        the length of the text of a request's prompt, by its uid, or 0. ``publisher``: gets all changes of KV blocks,
+        with tokens. ``adapters``: returns the LoRA adapters, given the ids of those in a slot; None for a service
+        without.
         """
         self._publisher = publisher
         self._config = config
@@ -207,11 +208,12 @@ class StateStream:
         self._find_adapters = adapters
         self._sent_adapters: PodAdapters | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_due_at = 0.0  # uvloop's handles have no ``when`` for delays below 0.5 ms
         self._flushed_at = 0.0
         self._watched = WatchCache(prompts=False, blocks=False)
         self._unwatch: asyncio.TimerHandle | None = None
         self._bytes_per_token = 0.0
-        self._arriving: deque[_Arriving] = deque()
+        self._arriving: dict[int, _Arriving] = {}  # by uid
         self._arriving_tokens = 0
         self._arriving_blocks: set[int] = set()
         self._watch()
@@ -221,14 +223,16 @@ class StateStream:
         """Return whether prompts are to be hashed, because a router wants to know where they are cached."""
         return self._watched.prompts
 
-    def subscribe(self, writer: AsgiWriter, *, prompt_blocks: bool, kv_blocks: bool) -> Subscriber:
-        """Begin a stream, whose head was sent, with a snapshot.
+    def subscribe(
+        self, writer: AsgiWriter, *, prompt_blocks: bool, kv_blocks: bool, router_id: str = ""
+    ) -> Subscriber:
+        """Begin a stream, whose head was sent, with a snapshot. ``router_id``: its requests are acknowledged; "" for none.
 
         Raises:
             Unavailable: There are ``MAX_SUBSCRIBERS`` streams already.
         """
         self.check_has_room()
-        subscriber = Subscriber(writer, prompt_blocks, kv_blocks)
+        subscriber = Subscriber(writer, prompt_blocks, kv_blocks, router_id)
         self.flush_now()  # the others get what has changed until now, which the snapshot includes
         self._subscribers[subscriber] = None
         self._watch()
@@ -257,18 +261,38 @@ class StateStream:
             subscriber.writer.body(b"", more=False)
         self._subscribers.clear()
 
-    def record_accepted(self, blocks: PromptBlocks) -> None:
-        """Take a request into account that was accepted now and that the scheduler has not received, by its prompt's blocks."""
+    def record_accepted(self, uid: int, blocks: PromptBlocks | None, routed: RouterRequest | None) -> None:
+        """Take a request into account that was accepted now, by its prompt's blocks. ``uid``: of its first choice.
+
+        It counts as arriving until the scheduler reports that it has received it, or until ``record_ended``.
+        ``blocks``: None where the prompt cannot be read.
+        """
+        if routed is not None:
+            for subscriber in self._subscribers:
+                if subscriber.router_id == routed.router_id:
+                    subscriber.received.append(routed.number)
+        tokens = 0 if blocks is None else self._count_arriving_tokens(uid, blocks)
+        if self._subscribers:
+            self.flush_soon(URGENT_INTERVAL_SECONDS if tokens >= URGENT_TOKENS else MIN_INTERVAL_SECONDS)
+
+    def _count_arriving_tokens(self, uid: int, blocks: PromptBlocks) -> int:
+        """Return the tokens of a prompt that are not cached, about, which count as arriving from now on."""
         names, cached, arriving = blocks.names(), self._mirror.prompts, self._arriving_blocks
         # A block is only cached with all those before it, and a request finds what another one before it computes.
         known = bisect_left(names, True, key=lambda name: name not in cached and name not in arriving)
         left_bytes = blocks.text_bytes - known * PROMPT_BLOCK_BYTES
         tokens = int(left_bytes / (self._bytes_per_token or DEFAULT_BYTES_PER_TOKEN))
-        self._arriving.append(_Arriving(asyncio.get_running_loop().time(), tokens, names[known:]))
+        self._arriving[uid] = _Arriving(tokens, names[known:])
         self._arriving_tokens += tokens
         arriving.update(names[known:])
-        if self._subscribers:
-            self.flush_soon(URGENT_INTERVAL_SECONDS if tokens >= URGENT_TOKENS else MIN_INTERVAL_SECONDS)
+        return tokens
+
+    def record_ended(self, uid: int) -> None:
+        """Take the end of a request into account, which may have failed before the scheduler received it."""
+        arrived = self._arriving.pop(uid, None)
+        if arrived is not None:
+            self._arriving_tokens -= arrived.tokens
+            self._arriving_blocks.difference_update(arrived.blocks)
 
     def record_opened(self, opened: Sequence[StreamOpened]) -> None:
         """Learn how many tokens prompts have, from requests that run for the first time and have not ended."""
@@ -281,8 +305,8 @@ class StateStream:
     def record_batch(self, batch: TextBatch) -> None:
         """Take the results of a step into account."""
         stats = self._stats = batch.stats
-        # The scheduler has received what was accepted before the step began.
-        self._drop_arriving(asyncio.get_running_loop().time() - stats.step_seconds)
+        for uid in stats.received:
+            self.record_ended(uid)
         self._steps.record(stats)
         if batch.usages:
             finished = len(batch.usages)
@@ -296,26 +320,21 @@ class StateStream:
         else:
             self._mirror.drop_changes()
 
-    def _drop_arriving(self, before: float) -> None:
-        """Count the requests no longer as arriving that were accepted before a time of the loop's clock."""
-        while self._arriving and self._arriving[0].accepted_at < before:
-            first = self._arriving.popleft()
-            self._arriving_tokens -= first.tokens
-            self._arriving_blocks.difference_update(first.blocks)
-
     def flush_soon(self, interval: float = MIN_INTERVAL_SECONDS) -> None:
         """Send what has changed, at the latest ``interval`` seconds after the events before it."""
         loop = asyncio.get_running_loop()
         wait = self._flushed_at + interval - loop.time()
         if wait <= 0:
             self.flush_now()
-        elif self._timer is not None and self._timer.when() > loop.time() + wait:
+        elif self._timer is not None and self._timer_due_at > loop.time() + wait:
             self._set_timer(wait)
 
     def _set_timer(self, seconds: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_later(seconds, self._tick)
+        loop = asyncio.get_running_loop()
+        self._timer_due_at = loop.time() + seconds
+        self._timer = loop.call_later(seconds, self._tick)
 
     def _tick(self) -> None:
         self._timer = None
@@ -332,7 +351,7 @@ class StateStream:
         has_changed = load != self._sent or adapters != self._sent_adapters
         changed = load if adapters == self._sent_adapters else replace(load, adapters=adapters)
         events: list[tuple[StateEvent | None, Callable[[Subscriber], bool]]] = [
-            (changed if has_changed else None, lambda _: True),
+            (changed if has_changed else None, lambda each: not each.received),
             (prompts, lambda each: each.prompt_blocks),
             (blocks, lambda each: each.kv_blocks),
         ]
@@ -340,6 +359,9 @@ class StateStream:
         encoded = [(encode_json(event), wants) for event, wants in events if event is not None]
         for subscriber in list(self._subscribers):
             wanted = [data for data, wants in encoded if wants(subscriber)]
+            if subscriber.received:
+                wanted.insert(0, encode_json(replace(changed, received=subscriber.received)))
+                subscriber.received = []
             for data in wanted:
                 subscriber.send(data)
             if not wanted:
@@ -352,7 +374,6 @@ class StateStream:
         stats, steps, config = self._stats, self._steps, self._config
         used = stats.pages_total - stats.pages_free - stats.pages_cached
         requests = self._in_flight()
-        self._drop_arriving(asyncio.get_running_loop().time() - ARRIVING_SECONDS)
         return LoadChanged(
             self._status.state,
             PodLoad(
@@ -388,6 +409,7 @@ class StateStream:
                 load=load.load,
                 prompt_blocks=prompts,
                 adapters=adapters,
+                acknowledges=bool(subscriber.router_id),
             )
         )
         blocks = encode_json(self._mirror.all_blocks()) if subscriber.kv_blocks else b""

@@ -130,12 +130,9 @@ class AsgiWriter:
         if self._task is not None:
             self._collect(message)
             return
-        steps = self._send(message).__await__()
-        try:
-            waiting = next(steps)
-        except StopIteration:
-            return
-        self._task = asyncio.get_running_loop().create_task(self._drain(_StartedAwaitable(steps, waiting)))
+        suspended = start_awaitable(self._send(message))
+        if suspended is not None:
+            self._task = asyncio.get_running_loop().create_task(self._drain(suspended))
 
     def _collect(self, message: Message) -> None:
         self._backlog.append(message)
@@ -145,7 +142,7 @@ class AsgiWriter:
             self._backlog.clear()
             self._on_overflow()
 
-    async def _drain(self, first: "_StartedAwaitable") -> None:
+    async def _drain(self, first: "StartedAwaitable") -> None:
         """Finish the suspended send, then send the collected messages, joined into as few as possible."""
         await first
         while self._backlog:
@@ -160,7 +157,7 @@ class AsgiWriter:
         self._task = None
 
 
-class _StartedAwaitable:
+class StartedAwaitable:
     """An awaitable that has run to its first suspension, where it yielded ``waiting``; ``steps`` is the rest of it."""
 
     __slots__ = ("_steps", "_waiting")
@@ -172,3 +169,12 @@ class _StartedAwaitable:
     def __await__(self) -> Generator[Any, Any, None]:
         yield self._waiting
         yield from self._steps
+
+
+def start_awaitable(awaitable: Awaitable[None]) -> StartedAwaitable | None:
+    """Run an awaitable to its first suspension; return what is left to await, or None if it has completed."""
+    steps = awaitable.__await__()
+    try:
+        return StartedAwaitable(steps, next(steps))
+    except StopIteration:
+        return None

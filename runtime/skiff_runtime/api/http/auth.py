@@ -30,7 +30,6 @@ PROBE_PATHS: Final = frozenset(
 """Served without a key, and on connections beyond the limit, for kubelets, scrapers and routers."""
 STATIC_PATHS: Final = frozenset({contract.PATH_HOME, contract.PATH_OPENAPI, contract.PATH_DOCS})
 """Served without a key too: they are the same in every Skiff, and a browser sends no key for them."""
-UNAUTHENTICATED_PATHS: Final = PROBE_PATHS | STATIC_PATHS
 _BEARER: Final = re.compile(rb"[Bb][Ee][Aa][Rr][Ee][Rr] +(\S+)")
 _SCOPE_KEY: Final = "skiff.principal"
 
@@ -97,6 +96,7 @@ class AccessPolicy:
     ``keys`` give access to the API, ``admin_keys`` also to operations on the requests of others. ``hosts``: None if any
     Host header is accepted. ``keyless``: the principal of a request without a key, made once; an
     admin where there are no admin keys and only this machine can connect. ``key_files`` refill the rings.
+    ``probe_paths`` are served without a key, and on connections beyond the limit.
     """
 
     keys: KeyRing
@@ -105,6 +105,7 @@ class AccessPolicy:
     hosts: AllowedHosts | None
     keyless: Principal
     key_files: tuple[KeyFile, ...] = ()
+    probe_paths: frozenset[str] = PROBE_PATHS
 
     @classmethod
     def from_config(cls, config: Config) -> Self:
@@ -149,7 +150,7 @@ class AccessPolicy:
         if not self.keys:
             self.cors.check_origin(scope)
             return self.keyless
-        if scope["path"] in UNAUTHENTICATED_PATHS:
+        if scope["path"] in self.probe_paths or scope["path"] in STATIC_PATHS:
             return Principal()
         return Principal(self._authenticate(headers), admin=self.keyless.admin)
 

@@ -5,7 +5,7 @@ from typing import Final
 
 from skiff_runtime import log
 from skiff_runtime.api.http.asgi import App, Message, Receive, Scope, Send
-from skiff_runtime.api.http.auth import PROBE_PATHS, AccessPolicy, set_principal
+from skiff_runtime.api.http.auth import AccessPolicy, set_principal
 from skiff_runtime.api.http.responses import (
     begin_response,
     get_request_id,
@@ -13,6 +13,7 @@ from skiff_runtime.api.http.responses import (
     send_error,
 )
 from skiff_runtime.errors import (
+    UNEXPECTED_ERROR,
     HostRefused,
     InternalError,
     OriginRefused,
@@ -71,11 +72,11 @@ class AccessMiddleware:
             await endpoint(scope, receive, send)
         except Exception:  # noqa: BLE001 (a bug: the client gets a 500, the log the traceback)
             log.error("request_handler_failed", exc_info=True, id=get_request_id(scope), path=scope["path"])
-            await send_error(scope, send, InternalError("an internal error; see the server's log"))
+            await send_error(scope, send, InternalError(UNEXPECTED_ERROR))
 
     async def handle_over_limit(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request on a connection beyond the limit, in place of ``__call__``: reject all but probes."""
-        if scope["path"] in PROBE_PATHS:
+        if scope["path"] in self._access.probe_paths:
             await self(scope, receive, send)
             return
         begin_response(scope).append((b"connection", b"close"))

@@ -4,11 +4,14 @@ from typing import Annotated, Final, Literal
 from urllib.parse import parse_qs
 
 from fastapi import APIRouter, Query, Response
+from pydantic import Field
+from pydantic.json_schema import SkipJsonSchema
 
 from skiff_runtime import contract
 from skiff_runtime.api.dispatch.state_stream import StateStream
 from skiff_runtime.api.http.asgi import Receive, Scope, Send
 from skiff_runtime.api.http.responses import send_error
+from skiff_runtime.api.http.router_header import ROUTER_ID
 from skiff_runtime.api.routes.exchange import Exchange
 from skiff_runtime.api.routes.openapi import error_responses, text_response
 from skiff_runtime.errors import InvalidRequest, RequestError
@@ -27,7 +30,8 @@ class EventsEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one subscriber until it leaves, reads too slowly, or the server exits."""
         try:
-            included = _parse_included(scope["query_string"])
+            query = parse_qs(scope["query_string"].decode("latin-1"))
+            included, router_id = _parse_included(query), _parse_router_id(query)
             self._events.check_has_room()
         except RequestError as error:
             await send_error(scope, send, error)
@@ -43,6 +47,7 @@ class EventsEndpoint:
             exchange.writer,
             prompt_blocks=INCLUDE_PROMPT_BLOCKS in included,
             kv_blocks=INCLUDE_KV_BLOCKS in included,
+            router_id=router_id,
         )
         try:
             await exchange.wait_until_over(receive)
@@ -50,15 +55,26 @@ class EventsEndpoint:
             self._events.unsubscribe(subscriber)
 
 
-def _parse_included(query: bytes) -> list[str]:
+def _parse_included(query: dict[str, list[str]]) -> list[str]:
     """Return the values of ``include``. Raises ``InvalidRequest`` for one that is not known."""
-    included = parse_qs(query.decode("latin-1")).get("include", [])
+    included = query.get("include", [])
     for each in included:
         if each not in _INCLUDED:
             raise InvalidRequest(
                 f"'include' is {each!r}; it can be {' or '.join(_INCLUDED)}", param="include"
             )
     return included
+
+
+def _parse_router_id(query: dict[str, list[str]]) -> str:
+    """Return the value of ``router``, or "". Raises ``InvalidRequest`` for one that no header could repeat."""
+    router_id = query.get("router", [""])[-1]
+    if router_id and not ROUTER_ID.fullmatch(router_id):
+        raise InvalidRequest(
+            "'router' must be 1 to 64 letters, digits and hyphens: the ID in the X-Skiff-Router headers of its requests",
+            param="router",
+        )
+    return router_id
 
 
 def make_event_routes() -> APIRouter:
@@ -73,10 +89,15 @@ def make_event_routes() -> APIRouter:
     )
     async def events(
         include: Annotated[list[Literal["prompt_blocks", "kv_blocks"]] | None, Query()] = None,
+        router: Annotated[
+            Annotated[str, Field(pattern=f"^{ROUTER_ID.pattern}$")] | SkipJsonSchema[None], Query()
+        ] = None,
     ) -> None:
         """Stream load and state as they change, for routers, with the content of the prefix cache if it is included.
 
-        The first event is a snapshot. The stream ends with the service, and for a client that reads too slowly.
+        The first event is a snapshot. The stream ends with the service, and for a client that reads too slowly. With `router`,
+        the ID in the X-Skiff-Router headers of a router's requests (`ID/NUMBER`), each load lists the numbers of the requests
+        that it is the first to include.
         """
 
     return router

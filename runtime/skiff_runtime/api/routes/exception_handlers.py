@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from skiff_runtime import contract
 from skiff_runtime.api.http.responses import JSON, error_body_for, error_headers
-from skiff_runtime.errors import InternalError, InvalidRequest, RequestError
+from skiff_runtime.errors import UNEXPECTED_ERROR, InternalError, InvalidRequest, RequestError
 
 _GENERATION_PATHS: Final = ", ".join(
     (
@@ -71,7 +71,7 @@ def add_exception_handlers(app: FastAPI, on_rejected: Callable[[int], None]) -> 
 
     async def handle_exception(request: Request, _error: Exception) -> Response:
         """Hide the details from the client. Starlette raises the error again, and the server logs it."""
-        return _make_response(request, InternalError("an internal error; see the server's log"), 500)
+        return _make_response(request, InternalError(UNEXPECTED_ERROR), 500)
 
     app.add_exception_handler(RequestError, handle_request_error)
     app.add_exception_handler(RequestValidationError, handle_validation_error)

@@ -29,6 +29,7 @@ from skiff_runtime.api.http.auth import Principal, derive_cache_namespace, get_p
 from skiff_runtime.api.http.request_body import BodyReader, ClientDisconnected
 from skiff_runtime.api.http.request_headers import MAX_DEADLINE_SECONDS, get_trace_context, parse_deadline
 from skiff_runtime.api.http.responses import error_body_for
+from skiff_runtime.api.http.router_header import parse_router_header
 from skiff_runtime.api.routes.exchange import Exchange
 from skiff_runtime.api.routes.openapi import DEFAULT_RESPONSES, error_responses, schema_reference
 from skiff_runtime.api.schemas.error_bodies import ErrorResponse
@@ -146,8 +147,6 @@ class GenerationEndpoint:
                     prompt_blocks=blocks,
                 ),
             )
-            if blocks is not None:
-                self._events.record_accepted(blocks)
         except ClientDisconnected:
             return
         except RequestError as error:
@@ -155,9 +154,12 @@ class GenerationEndpoint:
             await exchange.wait_until_over(receive)
             return
         try:
+            if self._events.watches_prompts:
+                self._events.record_accepted(request.first_uid, blocks, parse_router_header(scope["headers"]))
             await exchange.wait_until_over(receive)
         finally:
             self._dispatcher.abort(request)
+            self._events.record_ended(request.first_uid)
 
     def _hash_prompt(self, raw: bytes, namespace: bytes, adapter_id: int) -> PromptBlocks | None:
         """Return the prompt blocks of a body while a router watches, else None."""

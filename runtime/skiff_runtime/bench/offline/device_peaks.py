@@ -18,6 +18,8 @@ from skiff_runtime.kernels.torch_internals import scaled_mm
 
 WARM_UPS: Final = 3
 REPEATS: Final = 10
+MAX_SECONDS: Final = 3.0
+"""Time after which no further repetition begins: a CPU without instructions for a type takes seconds for one product."""
 COPY_BYTES: Final = {"cuda": 4 << 30, "cpu": 256 << 20}
 MATRIX_SIZE: Final = {"cuda": 8192, "cpu": 1024}
 
@@ -26,7 +28,7 @@ def measure_bandwidth(device: str) -> float:
     """Return the bytes per second that a copy on the device reads and writes."""
     source = torch.ones(COPY_BYTES[device], dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
-    return 2 * source.nbytes / _median_seconds(device, lambda: target.copy_(source))
+    return 2 * source.nbytes / measure_median_seconds(device, lambda: target.copy_(source))
 
 
 def measure_matmul(device: str, dtype: str) -> float:
@@ -46,19 +48,19 @@ def measure_matmul(device: str, dtype: str) -> float:
         plain = torch.float32 if dtype == "fp8" else getattr(torch, dtype)
         x, y = (torch.randn(shape, device=device).to(plain) for _ in range(2))
         product = lambda: x @ y  # noqa: E731
-    return 2.0 * size**3 / _median_seconds(device, product)
+    return 2.0 * size**3 / measure_median_seconds(device, product)
 
 
-def _median_seconds(device: str, work: Callable[[], object]) -> float:
-    """Return the median duration of ``work``, after a few warm-ups."""
-    times = []
-    for _ in range(WARM_UPS + REPEATS):
+def measure_median_seconds(device: str, work: Callable[[], object]) -> float:
+    """Return the median duration of ``work`` after a few warm-ups; after one if it takes long."""
+    times: list[float] = []
+    while len(times) < WARM_UPS + REPEATS and (len(times) < 2 or sum(times) < MAX_SECONDS):
         _synchronize(device)
         started = time.perf_counter()
         work()
         _synchronize(device)
         times.append(time.perf_counter() - started)
-    return median(times[WARM_UPS:])
+    return median(times[min(WARM_UPS, len(times) - 1) :])
 
 
 def _synchronize(device: str) -> None:

@@ -83,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=positive_float,
         default=60.0,
         metavar="SECONDS",
-        help="simulated time in which requests arrive; the first quarter is the warm-up (default: 60)",
+        help="simulated time in which requests arrive; the first half is the warm-up, 20 or more for a warm cluster (default: 60)",
     )
     parser.add_argument(
         "--kv-tokens",

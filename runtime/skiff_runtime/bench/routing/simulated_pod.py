@@ -20,7 +20,7 @@ from skiff_runtime.kvcache.prefix_cache import Int32, PrefixHandle
 from skiff_runtime.kvcache.radix import RadixCache
 from skiff_runtime.messages import StepStats
 from skiff_runtime.prompt_blocks import HASH_DTYPE
-from skiff_runtime.scheduler.request import place_prompt_blocks
+from skiff_runtime.scheduler.request import locate_prompt_blocks
 from skiff_runtime.state_events import PodLoad, PromptBlocksChanged
 
 PAGE_SIZE: Final = 16
@@ -236,7 +236,7 @@ class SimulatedPod:
             request.cached_tokens = cached
             self.prompt_tokens += len(request.prompt)
             self.cached_tokens += cached
-            blocks = place_prompt_blocks(request.blocks, len(request.prompt), PAGE_SIZE)
+            blocks = locate_prompt_blocks(request.blocks, len(request.prompt), PAGE_SIZE)
             self._prefilling.append(_Running(request, match.handle, row, cached, blocks))
             planned += len(request.prompt) - cached
 

@@ -29,11 +29,13 @@ from skiff_runtime.state_events import (
     URGENT_TOKENS,
     LoadChanged,
     Snapshot,
+    StateEvent,
 )
 
 NETWORK_SECONDS: Final = 0.001
-WARM_UP_FRACTION: Final = 0.25
-"""Of the arrivals, at the beginning, whose times are not counted: caches are empty at first."""
+WARM_UP_FRACTION: Final = 0.5
+"""Of the time, at the beginning, whose arrivals are not counted. Caches are empty at first, and conversations that begin in their
+middle send all that went before once; the last of them pause for 20 s before it."""
 POLICIES: Final = (
     "prefix",
     "random",
@@ -76,7 +78,7 @@ class Outcome:
     """Requests that the busiest pod served, divided by the mean."""
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class _Router:
     """One router: its policy and its view of the pods."""
 
@@ -112,6 +114,7 @@ class Cluster:
         self._wake_ups = [float("inf")] * spec.pods
         self._reported_at = [-1.0] * spec.pods
         self._report_due = [float("inf")] * spec.pods
+        self._received: list[dict[_Router, list[int]]] = [{} for _ in range(spec.pods)]
         self._outcome = Outcome()
         self._where: dict[SimulatedRequest, tuple[int, Endpoint]] = {}
         self._sent = 0
@@ -135,7 +138,15 @@ class Cluster:
             for router in self._routers:
                 router.endpoints[index].pod.apply(
                     Snapshot(
-                        "1", "model", "ready", PAGE_SIZE, self._spec.kv_tokens, False, pod.read_load(), []
+                        instance="1",
+                        model="model",
+                        state="ready",
+                        block_size=PAGE_SIZE,
+                        kv_tokens=self._spec.kv_tokens,
+                        isolates_keys=False,
+                        load=pod.read_load(),
+                        prompt_blocks=[],
+                        acknowledges=True,
                     ),
                     0.0,
                 )
@@ -172,14 +183,15 @@ class Cluster:
             request=request,
         )
         endpoint = router.policy.choose(router.endpoints, prompt, self._now)
-        endpoint.pod.record_prompt(self._now, prompt)
+        endpoint.pod.record_prompt(self._now, prompt, self._sent)
         endpoint.in_flight += 1
         index = router.endpoints.index(endpoint)
         self._where[request] = index, endpoint
-        self._at(self._now + NETWORK_SECONDS, self._submit, index, request)
+        self._at(self._now + NETWORK_SECONDS, self._submit, index, request, router, self._sent)
 
-    def _submit(self, index: int, request: SimulatedRequest) -> None:
+    def _submit(self, index: int, request: SimulatedRequest, router: _Router, number: int) -> None:
         pod = self._pods[index]
+        self._received[index].setdefault(router, []).append(number)
         is_urgent = pod.count_uncached(request) >= URGENT_TOKENS
         pod.submit(request, self._now)
         self._changed(index, is_urgent=is_urgent)
@@ -212,7 +224,7 @@ class Cluster:
             self._wake_ups[index] = moment
             self._at(moment, self._end_step, index, moment)
         interval = URGENT_INTERVAL_SECONDS if is_urgent else MIN_INTERVAL_SECONDS
-        due = max(self._now, self._reported_at[index] + interval) + NETWORK_SECONDS
+        due = max(self._now, self._reported_at[index] + interval)
         if due < self._report_due[index]:
             self._report_due[index] = due
             self._at(due, self._report, index, due)
@@ -223,12 +235,17 @@ class Cluster:
         self._report_due[index] = float("inf")
         self._reported_at[index] = self._now
         pod = self._pods[index]
-        load, prompts = LoadChanged("ready", pod.read_load()), pod.take_prompt_events()
+        load, prompts = pod.read_load(), pod.take_prompt_events()
+        received, self._received[index] = self._received[index], {}
         for router in self._routers:
-            state = router.endpoints[index].pod
-            state.apply(load, self._now)
+            events: list[StateEvent] = [LoadChanged("ready", load, received=received.get(router, []))]
             if prompts is not None:
-                state.apply(prompts, self._now)
+                events.append(prompts)
+            self._at(self._now + NETWORK_SECONDS, self._apply, router.endpoints[index], events)
+
+    def _apply(self, endpoint: Endpoint, events: list[StateEvent]) -> None:
+        for event in events:
+            endpoint.pod.apply(event, self._now)
 
     def _summarize(self) -> Outcome:
         outcome = self._outcome

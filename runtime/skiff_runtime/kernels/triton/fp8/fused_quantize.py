@@ -4,8 +4,9 @@ The scale of a row is known when all of the row is, so every program reads and q
 four instructions an activation, executed while the weights are on their way, against a launch of about a microsecond.
 It can pay for a few rows only.
 
-The rules are those of ``quantize_kernel``, so products have the same bits. Activations are quantized eight at a time, in the form that ``dot_fp8x8`` takes: two int64, each of four two-byte numbers, become two of
-four float16 numbers, divided by ``FP16_DOWNSCALE``.
+The rules are those of ``quantize_kernel``, so products have the same bits. Activations are quantized eight at a
+time, in the form that ``dot_fp8x8`` takes: two int64, each of four two-byte numbers, become two of four float16 numbers,
+divided by ``FP16_DOWNSCALE``.
 """
 
 from typing import Final

@@ -15,6 +15,7 @@ Cost: A and B are read once by each row block, and 8 bytes pass for each partial
 the same x, A x is computed while the product's last programs run (EARLY).
 """
 
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import torch
@@ -472,22 +473,24 @@ def max_programs(tile: LoraTile, device: torch.device) -> int:
     return num_sms(device) * (WARPS_OF_SM // tile.warps)
 
 
-def add_lora(
-    out: torch.Tensor, x: torch.Tensor, weights: LoraWeights, mapping: LoraMapping, *, x_is_complete: bool
-) -> None:
-    """Launch the kernel for ``kernels.lora.add_lora``."""
-    blocks = mapping.blocks
-    assert blocks is not None and out.stride(1) == x.stride(1) == 1
-    (tokens, inputs), device, parts = x.shape, x.device, len(weights.part_sizes)
-    max_rank = weights.a.shape[2]
-    rank, tile = padded_rank(max_rank), choose_tile(tokens, device)
-    chunk = choose_chunk(tile, inputs, rank)
+def choose_options(
+    tokens: int,
+    inputs: int,
+    part_sizes: Sequence[int],
+    *,
+    max_loras: int,
+    max_rank: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    x_is_complete: bool,
+) -> tuple[int, dict[str, Any]]:
+    """Return the number of programs, and the constants and options, of a launch for x [tokens, inputs]."""
+    rank, tile, parts = padded_rank(max_rank), choose_tile(tokens, device), len(part_sizes)
+    chunk, most = choose_chunk(tile, inputs, rank), max_row_blocks(tokens, max_loras, tile.rows)
     chunks = triton.cdiv(inputs, chunk)
-    most = len(blocks.block_slots)
-    assert tile.rows == blocks.rows and most * parts * chunks * tile.rows * rank <= len(blocks.memory.words)
     outputs, inputs_block = tile_outputs(tile, rank), tile_inputs(tile, rank)
-    tiles = sum(triton.cdiv(size, outputs) for size in weights.part_sizes)
-    sizes = dict(zip(("FIRST_SIZE", "SECOND_SIZE", "THIRD_SIZE"), (*weights.part_sizes, 0, 0), strict=False))
+    tiles = sum(triton.cdiv(size, outputs) for size in part_sizes)
+    sizes = dict(zip(("FIRST_SIZE", "SECOND_SIZE", "THIRD_SIZE"), (*part_sizes, 0, 0), strict=False))
     items, programs = most * (parts * chunks + tiles), max_programs(tile, device)
     preload, programs = items <= programs, min(items, programs)
     options: dict[str, Any] = {
@@ -505,22 +508,76 @@ def add_lora(
         "SINGLE": most * tiles <= programs,
         "PRELOAD": preload,
         "EARLY": x_is_complete and preload,
-        "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
+        "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
         "PTX": device.type == "cuda",
         "num_warps": tile.warps,
         **pdl_options(device),
     }
+    if device.type == "cuda":
+        options["maxnreg"] = MAX_REGISTERS
+    return programs, options
+
+
+def find_token_counts_by_variant(
+    layers: Iterable[tuple[int, Sequence[int]]],
+    *,
+    max_tokens: int,
+    max_loras: int,
+    max_rank: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> list[int]:
+    """Return numbers of tokens, of up to ``max_tokens``, that together launch every variant of the kernel that steps launch.
+
+    ``layers``: the inputs of each layer, and the outputs of its parts. For ahead-of-time compilation.
+    """
+    shapes = dict.fromkeys((inputs, tuple(sizes)) for inputs, sizes in layers)
+    found: dict[tuple[Any, ...], int] = {}
+    for tokens in range(1, max_tokens + 1):
+        for inputs, sizes in shapes:
+            _, options = choose_options(
+                tokens,
+                inputs,
+                sizes,
+                max_loras=max_loras,
+                max_rank=max_rank,
+                dtype=dtype,
+                device=device,
+                x_is_complete=False,
+            )
+            found.setdefault((inputs, sizes, *options.values()), tokens)
+    return sorted(dict.fromkeys(found.values()))
+
+
+def add_lora(
+    out: torch.Tensor, x: torch.Tensor, weights: LoraWeights, mapping: LoraMapping, *, x_is_complete: bool
+) -> None:
+    """Launch the kernel for ``kernels.lora.add_lora``."""
+    blocks = mapping.blocks
+    assert blocks is not None and out.stride(1) == x.stride(1) == 1
+    (tokens, inputs), device = x.shape, x.device
+    max_loras, parts, max_rank = weights.a.shape[:3]
+    programs, options = choose_options(
+        tokens,
+        inputs,
+        weights.part_sizes,
+        max_loras=max_loras,
+        max_rank=max_rank,
+        dtype=x.dtype,
+        device=device,
+        x_is_complete=x_is_complete,
+    )
+    most, rows = len(blocks.block_slots), options["ROWS"]
+    words = most * parts * triton.cdiv(inputs, options["CHUNK"]) * rows * options["RANK"]
+    assert rows == blocks.rows and words <= len(blocks.memory.words)
     tensors = (
         *(out, x, weights.a, weights.b, weights.ranks),
         *(blocks.block_tokens, blocks.block_slots, blocks.num_blocks),
         *(blocks.memory.epoch, weights.call_id, blocks.memory.words),
     )
     numbers = (tokens, most, x.stride(0), out.stride(0))
-    if device.type == "cuda":
-        options["maxnreg"] = MAX_REGISTERS
-        phases = [(True, True)]
-    else:
-        phases = [(True, False), (False, True)]
+    # The interpreter's programs run one after the other, so those that wait come in a launch behind all others.
+    phases = [(True, True)] if device.type == "cuda" else [(True, False), (False, True)]
     for shrink, expand in phases:
         launch(
             add_lora_kernel,
