@@ -83,7 +83,7 @@ test-browser: browser ## The home page in headless Chromium, from Debian's packa
 screenshots: browser ## Take the screenshots of docs/guide
 	PYTHONPATH=tests/support $(BIN)/python tests/browser/take_screenshots.py
 
-matrix: setup ## Full products: token parity with transformers over all engine settings, settings of kernels
+matrix: setup ## Full products: engine against transformers with all settings, kernels with all shapes, and other long cases
 	$(PYTEST) -m matrix -n $(TEST_WORKERS) $(PYTEST_ARGS)
 
 checkpoint: setup ## A published checkpoint, SmolLM2-135M-Instruct: 200 greedy answers against transformers, and all tests of its service

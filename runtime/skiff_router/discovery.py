@@ -59,10 +59,11 @@ class _Canary(msgspec.Struct, rename="camel"):
     pods: list[str] = []
 
 
-class _Adapter(msgspec.Struct):
+class _Adapter(msgspec.Struct, rename="camel"):
     name: str
     ready: bool = False
     reason: str = ""
+    loaded_pods: int = 0
 
 
 class _ServiceStatus(msgspec.Struct):
@@ -166,7 +167,11 @@ def adapters_of(service: InferenceService) -> dict[str, bool]:
     One that is loaded nowhere is left out, unless it waits for pods to start.
     """
     adapters = service.status.adapters if service.status is not None else []
-    return {each.name: each.ready for each in adapters if each.ready or each.reason in _EXPECTED_REASONS}
+    return {
+        each.name: each.ready
+        for each in adapters
+        if each.ready or each.loaded_pods or each.reason in _EXPECTED_REASONS
+    }
 
 
 class Discovery:

@@ -193,7 +193,8 @@ class Registry:
 
     A model's name that several InferenceServices have resolves to none of them: otherwise anyone who can create an
     InferenceService could receive another namespace's requests. The same holds for LoRA adapters, which have the names
-    ``adapter`` and ``namespace/name/adapter``; where a model has the name of an adapter, the name means the model.
+    ``adapter`` and ``namespace/name/adapter``; where a model has the name of an adapter, the name means the model. The
+    names with a namespace keep their meaning, whatever others call their models and adapters.
     """
 
     def __init__(self) -> None:
@@ -257,14 +258,13 @@ class Registry:
         )
 
     def public_name(self, backend: Backend) -> str:
-        """Return the name by which clients request a backend: its model's, or its key where others have the same."""
-        return backend.model if len(self._by_model[backend.model]) == 1 else backend.key
+        """Return the name by which clients request a backend: its model's, or its key where that means another one, too."""
+        return backend.model if self._routes.get(backend.model) == Route(backend) else backend.key
 
     def public_adapter_name(self, backend: Backend, adapter: str) -> str:
-        """Return the name by which clients request an adapter: its own, or its key where a model or another adapter has the same."""
-        unique = len(self._by_adapter[adapter]) == 1
-        taken = adapter in self._by_model or adapter in self._backends
-        return adapter if unique and not taken else _adapter_key(backend, adapter)
+        """Return the name by which clients request an adapter: its own, or its key where that means something else, too."""
+        is_own = self._routes.get(adapter) == Route(backend, adapter)
+        return adapter if is_own else _adapter_key(backend, adapter)
 
     def _names(self) -> list[str]:
         """Return some of the names by which models and adapters are requested, in order."""
@@ -278,23 +278,25 @@ class Registry:
         return names if len(names) <= MAX_LISTED_NAMES else [*names[:MAX_LISTED_NAMES], "..."]
 
     def _index(self) -> None:
-        """Find the route of each name that means one thing: a model's before its key, and both before those of adapters."""
+        """Find the route of each name: that of a key before a model's, and both before an adapter's.
+
+        A key means one thing, whatever others call their models and adapters. A name means nothing if several have it.
+        """
         self._by_model, self._by_adapter, self._routes = {}, {}, {}
         for backend in self.backends:
             self._by_model.setdefault(backend.model, []).append(backend)
             for adapter in backend.adapters:
                 self._by_adapter.setdefault(adapter, []).append(backend)
-                self._routes[_adapter_key(backend, adapter)] = Route(backend, adapter)
         for adapter, serving in self._by_adapter.items():
-            if len(serving) == 1:
+            if len(serving) == 1 and adapter not in self._by_model:
                 self._routes[adapter] = Route(serving[0], adapter)
-        for model in self._by_model:
-            self._routes.pop(model, None)  # of an adapter; what several models share means none of them
-        for backend in self.backends:
-            self._routes[backend.key] = Route(backend)
         for model, serving in self._by_model.items():
             if len(serving) == 1:
                 self._routes[model] = Route(serving[0])
+        for backend in self.backends:
+            self._routes[backend.key] = Route(backend)
+            for adapter in backend.adapters:
+                self._routes[_adapter_key(backend, adapter)] = Route(backend, adapter)
 
 
 def _adapter_key(backend: Backend, adapter: str) -> str:

@@ -41,7 +41,13 @@ from skiff_runtime.api.http.request_headers import parse_deadline
 from skiff_runtime.api.http.responses import error_body, get_request_id, get_response_headers, send_error
 from skiff_runtime.api.http.router_header import ROUTER_HEADER, format_router_header
 from skiff_runtime.api.http.usage_header import USAGE_HEADER
-from skiff_runtime.errors import CLIENT_CLOSED_REQUEST, ModelNotFound, RequestError, Unavailable
+from skiff_runtime.errors import (
+    CLIENT_CLOSED_REQUEST,
+    ModelNotFound,
+    RequestError,
+    ResponseNotFound,
+    Unavailable,
+)
 from skiff_runtime.sse import encode_event
 
 NO_POD_RETRY_SECONDS: Final = 2
@@ -353,7 +359,8 @@ class _RoutedRequest:
 
     def _lacks_adapter(self, reply: Reply) -> bool:
         """Return whether a pod does not have the adapter of the request, as one that has just started."""
-        return bool(self._adapter) and reply.status == ModelNotFound.status
+        is_other = ResponseNotFound.code.encode() in reply.body  # what is not found is the previous response
+        return bool(self._adapter) and reply.status == ModelNotFound.status and not is_other
 
     async def _try(self, endpoint: Endpoint, number: int) -> Outcome:
         """Send the request to a pod, wait for the end of its response, and record what that says about the pod."""

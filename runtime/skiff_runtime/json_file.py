@@ -14,9 +14,9 @@ MAX_NUMBER: Final = sys.float_info.max
 """Larger whole numbers, and infinity, are refused: they are no finite float."""
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
     """Read the JSON object in ``path``. Raises ``ModelError`` if it is missing, too large or malformed."""
-    value = _read_value(path)
+    value = _read_value(path, max_bytes)
     if not isinstance(value, dict):
         raise ModelError(f"{path} must contain a JSON object, not {type(value).__name__}")
     return value
@@ -24,18 +24,16 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_json_list(path: Path) -> list[dict[str, Any]]:
     """Read the list of JSON objects in ``path``. Raises ``ModelError`` as ``read_json`` does."""
-    value = _read_value(path)
+    value = _read_value(path, MAX_JSON_BYTES)
     if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
         raise ModelError(f"{path} must contain a list of JSON objects")
     return value
 
 
-def _read_value(path: Path) -> Any:
+def _read_value(path: Path, max_bytes: int) -> Any:
     try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise ModelError(
-                f"{path} is larger than {MAX_JSON_BYTES >> 20} MiB; this is no model's {path.name}"
-            )
+        if path.stat().st_size > max_bytes:
+            raise ModelError(f"{path} is larger than {max_bytes >> 20} MiB; this is no model's {path.name}")
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error.strerror or error}") from None

@@ -59,6 +59,11 @@ def test_a_pod_with_the_secret_downloads_into_the_claim_and_the_others_load(api:
         report(api, pod, ended, "Running")
         eventually(lambda: ready(api, "law")[1] == "FetchFailed", "the reason is reported")
         assert first.calls == second.calls == []
+        report(api, pod, ended, "Failed")
+        eventually(
+            lambda: len(fetchers(api)) == 2, "another pod takes the place of one that will not run again"
+        )
+        (pod,) = [each for each in fetchers(api) if each["metadata"]["uid"] != pod["metadata"]["uid"]]
         report(api, pod, {"terminated": {"exitCode": 0}}, "Succeeded")
         eventually(lambda: ready(api, "law")[0] == "True", "the pods load it from the claim")
         assert first.adapters == second.adapters == {"law": LAW}

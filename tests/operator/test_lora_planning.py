@@ -159,6 +159,10 @@ def test_credentials_need_a_claim_that_pods_share(fields: dict[str, Any], shared
         assert directory in [mount["mountPath"] for mount in container["volumeMounts"]]
         assert not [mount for mount in container["volumeMounts"] if mount.get("readOnly")]
         assert {volume["name"] for volume in made["volumes"]} == {"tmp", directory.strip("/")}
+        name = fetcher.name(of, private)
+        assert name == fetcher.name(service(model={"uri": "hf://org/base"}, **fields), private)
+        elsewhere = service(model={"uri": "hf://org/base"}, lora={}, cache={"claimName": "elsewhere"})
+        assert name != fetcher.name(elsewhere, private) and name != fetcher.name(of, private, "uid")
 
 
 def test_names_are_given_in_the_order_of_age() -> None:
@@ -272,6 +276,14 @@ def test_pods_start_only_with_adapters_that_one_has_and_none_refuses() -> None:
     ]
     assert plan.startup_adapters([wanted(), law], views) == [Adapter(name="law", uri="hf://org/law")]
     assert plan.startup_adapters([wanted()], [view({"sql": "hf://org/old"})]) == []
+
+
+def test_adapters_of_the_start_fit_into_an_environment_variable() -> None:
+    many = [wanted(f"{number:0>253}", f"pvc://claim/{number:0>500}") for number in range(256)]
+    found = plan.startup_adapters(many, [view({each.name: each.path for each in many})])
+    text = ",".join(f"{each.name}={each.uri}" for each in found)
+    assert 90 << 10 < len(text) <= 96 << 10
+    assert [each.name for each in found] == [each.name for each in many[: len(found)]]
 
 
 def test_any_state_of_a_pod_comes_to_what_is_wanted() -> None:

@@ -28,7 +28,9 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     """Return a parser with the arguments that all peers have."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("model", help="directory of make_model_dir.py")
-    parser.add_argument("workload", type=Path, help="file of `skiff bench offline --dump-workload`")
+    parser.add_argument(
+        "workload", type=Path, nargs="+", help="file of `skiff bench offline --dump-workload`"
+    )
     parser.add_argument("--max-model-len", type=int, default=4096)
     parser.add_argument("--max-num-batched-tokens", type=int, default=16384)
     parser.add_argument("--max-running-requests", type=int, default=256)

@@ -1,6 +1,6 @@
-"""Runs a workload of ``skiff bench offline --dump-workload`` on Mini-SGLang, through its offline ``LLM`` class.
+"""Runs workloads of ``skiff bench offline --dump-workload`` on Mini-SGLang, through its offline ``LLM`` class.
 
-python tests/peers/run_mini_sglang.py MODEL_DIR WORKLOAD
+python tests/peers/run_mini_sglang.py MODEL_DIR WORKLOAD ...
 """
 
 from minisgl.core import SamplingParams
@@ -9,7 +9,7 @@ from peer_workload import make_parser, read_rounds, run_rounds
 
 
 def main() -> None:
-    """Load the model with random weights, and run all rounds of the workload."""
+    """Load the model with random weights, and run all rounds of each workload."""
     parser = make_parser(__doc__)
     parser.add_argument("--page-size", type=int, default=256)
     parser.add_argument("--attention-backend", default="fi,fi", help="prefill,decode (default: %(default)s)")
@@ -32,7 +32,8 @@ def main() -> None:
         ]
         return [len(output["token_ids"]) for output in llm.generate(prompts, sampling_params)]
 
-    run_rounds("mini-sglang", read_rounds(arguments.workload), generate)
+    for workload in arguments.workload:
+        run_rounds("mini-sglang", read_rounds(workload), generate)
 
 
 if __name__ == "__main__":

@@ -1,19 +1,38 @@
-"""Runs a workload of ``skiff bench offline --dump-workload`` on vLLM, through its offline ``LLM`` class.
+"""Runs workloads of ``skiff bench offline --dump-workload`` on vLLM, through its offline ``LLM`` class.
 
-python tests/peers/run_vllm.py MODEL_DIR WORKLOAD
+python tests/peers/run_vllm.py MODEL_DIR WORKLOAD ...
 """
+
+from pathlib import Path
+from typing import Any
 
 from peer_workload import make_parser, read_rounds, run_rounds
 from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
 
 
 def main() -> None:
-    """Load the model with random weights, and run all rounds of the workload."""
+    """Load the model with random weights, and run all rounds of each workload."""
     parser = make_parser(__doc__)
     parser.add_argument("--quantization", choices=["fp8"])
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
+    parser.add_argument("--lora", type=Path, metavar="DIR", help="directory of make_adapters.py")
+    parser.add_argument("--max-loras", type=int, default=16)
+    parser.add_argument("--max-lora-rank", type=int, default=16)
+    parser.add_argument("--base-only", action="store_true", help="with --lora: no request chooses an adapter")
     arguments = parser.parse_args()
+    options: dict[str, Any] = {}
+    adapters: list[LoRARequest] = []
+    if arguments.lora is not None:
+        paths = sorted(arguments.lora.iterdir(), key=lambda path: int(path.name))
+        adapters = [LoRARequest(path.name, number, str(path)) for number, path in enumerate(paths, 1)]
+        options = {
+            "enable_lora": True,
+            "max_loras": arguments.max_loras,
+            "max_cpu_loras": max(len(adapters), arguments.max_loras),
+            "max_lora_rank": arguments.max_lora_rank,
+        }
     llm = LLM(
         arguments.model,
         load_format="dummy",
@@ -26,6 +45,7 @@ def main() -> None:
         tensor_parallel_size=arguments.tensor_parallel_size,
         enable_prefix_caching=True,
         disable_log_stats=True,
+        **options,
     )
 
     def generate(prompts: list[list[int]], lengths: list[int]) -> list[int]:
@@ -35,12 +55,18 @@ def main() -> None:
             )
             for length in lengths
         ]
+        # Requests choose adapters in turn, as in `skiff bench offline`.
+        chosen = [adapters[number % len(adapters)] for number in range(len(prompts))] if adapters else None
         outputs = llm.generate(
-            [{"prompt_token_ids": prompt} for prompt in prompts], sampling_params, use_tqdm=False
+            [{"prompt_token_ids": prompt} for prompt in prompts],
+            sampling_params,
+            lora_request=None if arguments.base_only else chosen,
+            use_tqdm=False,
         )
         return [len(output.outputs[0].token_ids) for output in outputs]
 
-    run_rounds("vllm", read_rounds(arguments.workload), generate)
+    for workload in arguments.workload:
+        run_rounds("vllm", read_rounds(workload), generate)
 
 
 if __name__ == "__main__":  # vLLM starts processes that import this module again

@@ -76,12 +76,31 @@ def test_nobody_takes_the_requests_of_another_by_a_name(registry: Registry, disc
     assert registry.public_adapter_name(registry.find("qwen").backend, "llama") == "bank/qwen/llama"
 
 
+def test_a_key_keeps_its_meaning_whatever_others_call_their_models_and_adapters(
+    registry: Registry, discovery: Discovery
+) -> None:
+    discovery.list_services([service("llama", "shop", ready("sql"))])
+    model, adapter = registry.find("shop/llama"), registry.find("shop/llama/sql")
+    for change in (
+        service("qwen", "bank", ready("shop/llama/sql"), model="shop/llama"),
+        service("phi", "bank", model="shop/llama/sql"),
+    ):
+        discovery.change_service("ADDED", change)
+        assert registry.find("shop/llama") == model and registry.find("shop/llama/sql") == adapter
+    qwen, phi = registry.find("bank/qwen").backend, registry.find("bank/phi").backend
+    assert (qwen.model, phi.model) == ("shop/llama", "shop/llama/sql")
+    assert registry.public_name(qwen) == "bank/qwen" and registry.public_name(phi) == "bank/phi"
+    assert registry.public_adapter_name(qwen, "shop/llama/sql") == "bank/qwen/shop/llama/sql"
+    assert registry.find("bank/qwen/shop/llama/sql") == Route(qwen, "shop/llama/sql")
+
+
 @pytest.mark.parametrize(
     ("adapter", "served"),
     [
         ({"name": "sql", "reason": "Loading"}, True),
         ({"name": "sql", "reason": "NoPods"}, True),
         ({"name": "sql", "reason": "AdapterRefused"}, False),
+        ({"name": "sql", "reason": "AdapterRefused", "loadedPods": 2}, True),
         ({"name": "sql", "reason": "NameConflict"}, False),
     ],
 )
@@ -155,6 +174,25 @@ def test_a_pod_that_lacks_the_adapter_is_no_failure() -> None:
                     ("a", None, None),
                     ("sql", "a", True),
                 ]
+
+    run(test())
+
+
+def test_a_response_that_is_not_found_is_no_missing_adapter() -> None:
+    async def answer(request: PodRequest, writer: Any) -> None:
+        body = {"error": {"message": "no response has the id 'resp_1'", "code": "response_not_found"}}
+        writer.write(json_response(json.dumps(body).encode(), "404 Not Found"))
+
+    async def test() -> None:
+        async with (
+            pods(answer, answer) as (first, second),
+            router(make_config({"a": (first.address, second.address)})) as running,
+        ):
+            serve_adapter(running)
+            body = {"model": "sql", "input": "Hi", "previous_response_id": "resp_1"}
+            response = await running.post("/v1/responses", body)
+            assert response.status_code == 404 and response.json()["error"]["code"] == "response_not_found"
+            assert len(first.requests) + len(second.requests) == 1, "no other pod is asked"
 
     run(test())
 

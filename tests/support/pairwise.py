@@ -1,4 +1,4 @@
-"""Pairwise combinations of a test's parameters, where all combinations would take too long."""
+"""A few combinations of a test's parameters, where all combinations would take too long."""
 
 import itertools
 from collections.abc import Sequence
@@ -26,10 +26,35 @@ def cover_pairs(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
     return chosen
 
 
+def cover_values(*axes: Sequence[Any], rounds: int = 2) -> list[tuple[Any, ...]]:
+    """Return a few combinations in which each value of the longest axis meets ``rounds`` values of the others.
+
+    So every value of every axis occurs. On an axis of fewer than ``rounds`` values some occur again.
+    """
+    lengths = [len(axis) for axis in axes]
+    longest = lengths.index(max(lengths))
+    return [
+        tuple(
+            axis[(number + (turn if place != longest else 0)) % len(axis)] for place, axis in enumerate(axes)
+        )
+        for turn in range(rounds)
+        for number in range(lengths[longest])
+    ]
+
+
 def mark_beyond_pairs(*axes: Sequence[Any]) -> list[Any]:
     """Return all combinations as parameters of a test; those that ``cover_pairs`` leaves out are marked ``matrix``."""
-    pairwise = set(cover_pairs(*axes))
+    return _mark_beyond(cover_pairs(*axes), axes)
+
+
+def mark_beyond_values(*axes: Sequence[Any], rounds: int = 2) -> list[Any]:
+    """The same for those that ``cover_values`` leaves out."""
+    return _mark_beyond(cover_values(*axes, rounds=rounds), axes)
+
+
+def _mark_beyond(chosen: Sequence[tuple[Any, ...]], axes: Sequence[Sequence[Any]]) -> list[Any]:
+    ordinary = set(chosen)
     return [
-        pytest.param(*combination, marks=[] if combination in pairwise else pytest.mark.matrix)
+        pytest.param(*combination, marks=[] if combination in ordinary else pytest.mark.matrix)
         for combination in itertools.product(*axes)
     ]

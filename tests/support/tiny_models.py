@@ -5,7 +5,9 @@ and every weight that is forgotten or misplaced changes the output.
 """
 
 import json
+import tempfile
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -70,15 +72,33 @@ def make_model(
 ) -> Path:
     """Write a model of ``family`` with tokenizer into ``directory`` and return it.
 
-    ``overrides`` replace fields of the configuration; ``shard_size`` cuts the weights into several files.
+    ``overrides`` replace fields of the configuration, by values that JSON can express; ``shard_size`` cuts the weights
+    into several files.
     """
-    config = _config(family, overrides)
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, content in _model_files(family, seed, dtype, shard_size, json.dumps(overrides, sort_keys=True)):
+        (directory / name).write_bytes(content)
+    torch.manual_seed(seed)  # whether the files were made now or before
+    return directory
+
+
+@lru_cache(maxsize=8)
+def _model_files(
+    family: str, seed: int, dtype: torch.dtype, shard_size: str, overrides: str
+) -> tuple[tuple[str, bytes], ...]:
+    """Make a model and return the names and contents of its files. ``overrides`` is JSON.
+
+    The tests of a file often make the same model anew.
+    """
+    config = _config(family, json.loads(overrides))
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config)
     _widen(model, seed)
-    model.to(dtype).save_pretrained(directory, max_shard_size=shard_size)
-    write_tokenizer(directory)
-    return directory
+    with tempfile.TemporaryDirectory() as scratch:
+        directory = Path(scratch)
+        model.to(dtype).save_pretrained(directory, max_shard_size=shard_size)
+        write_tokenizer(directory)
+        return tuple((path.name, path.read_bytes()) for path in sorted(directory.iterdir()))
 
 
 def edit_json(path: Path, **changes: Any) -> None:

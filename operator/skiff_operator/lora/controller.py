@@ -44,7 +44,11 @@ _SERVICES: Final = 16
 """InferenceServices that are looked at at the same time."""
 _REQUESTS: Final = 64
 """Loads and unloads at the same time."""
+_REQUESTS_OF_SERVICE: Final = 16
+"""Those of one InferenceService, so that slow downloads of one do not hold up the others."""
 _REQUESTS_OF_POD: Final = 2
+_MAX_FETCHERS: Final = 5
+"""Pods that download one adapter one after the other, each of which will not run again: it was evicted, for example."""
 _COLLECT_SECONDS: Final = 0.2
 """Events of this long cause one pass."""
 _ACTIVE_SECONDS: Final = 2.0
@@ -65,11 +69,17 @@ class _Pod(msgspec.Struct):
 
 
 class _Service(msgspec.Struct):
-    """The pods of one InferenceService by their uids, the time of the next pass, and the pass that goes on."""
+    """The pods of one InferenceService by their uids, the time of the next pass, and the pass that goes on.
+
+    `requests` bounds the loads and unloads in flight.
+    """
 
     due_at: float = 0.0
     pods: dict[str, _Pod] = msgspec.field(default_factory=dict)
     task: asyncio.Task[None] | None = None
+    requests: asyncio.Semaphore = msgspec.field(
+        default_factory=lambda: asyncio.Semaphore(_REQUESTS_OF_SERVICE)
+    )
 
 
 class LoRAController:
@@ -230,18 +240,23 @@ class LoRAController:
 
     async def _fetch_one(self, found: InferenceService, adapter: LoRAAdapter) -> Problem | None:
         """Make the fetcher of an adapter if there is none; return why its files are not there yet, or None if they are."""
-        name = fetcher.name(adapter)
-        try:
-            live = await self._client.get(POD, adapter.namespace, name)
-        except ApiNotFound:
+        failed_uid = ""
+        for _ in range(_MAX_FETCHERS):
+            name = fetcher.name(found, adapter, failed_uid)
             try:
-                live = await self._client.create(
-                    POD, adapter.namespace, fetcher.build(found, adapter, self._settings)
-                )
-            except ApiRefused as error:
-                return Problem("FetchFailed", str(error))
-        if not fetcher.is_own(live, adapter):
-            return Problem("NameConflict", f"pod {name} exists and is not this LoRAAdapter's; delete it")
+                live = await self._client.get(POD, adapter.namespace, name)
+            except ApiNotFound:
+                try:
+                    live = await self._client.create(
+                        POD, adapter.namespace, fetcher.build(found, adapter, self._settings, failed_uid)
+                    )
+                except ApiRefused as error:
+                    return Problem("FetchFailed", str(error))
+            if not fetcher.is_own(live, adapter):
+                return Problem("NameConflict", f"pod {name} exists and is not this LoRAAdapter's; delete it")
+            if not fetcher.has_failed(live):
+                return fetcher.progress(live)
+            failed_uid = live["metadata"]["uid"]
         return fetcher.progress(live)
 
     def _forget(self, service: _Service, pods: list[PodState]) -> None:
@@ -297,7 +312,10 @@ class LoRAController:
         self, key: Key, service: _Service, known: _Pod, pod: PodState, step: Step, admin_key: str
     ) -> None:
         """Send one request to a pod, and keep its result for the next pass."""
-        async with self._requests:
+        known.loaded.pop(
+            step.name, None
+        )  # whatever comes of this request, the pod may no longer serve that path
+        async with service.requests, self._requests:
             if step.action == "unload":
                 fault = await self._pods.unload(pod.ip, admin_key, step.name)
             else:
@@ -314,7 +332,6 @@ class LoRAController:
         else:
             logger.info(f"adapter {step.action}ed", extra=extra)
             known.attempts.pop(step.name, None)
-            known.loaded.pop(step.name, None)
             if step.action == "load":
                 known.loaded[step.name] = step.path
         self._again(service, _COLLECT_SECONDS)

@@ -20,16 +20,23 @@ from skiff_runtime import contract
 _NAME_CHARACTERS = 40
 
 
-def name(adapter: LoRAAdapter) -> str:
-    """Return the name of the pod: another one for other files or credentials."""
-    identity = digest([adapter.uid, adapter.spec.uri, adapter.spec.credentials_secret_ref])
+def name(service: InferenceService, adapter: LoRAAdapter, failed_uid: str = "") -> str:
+    """Return the name of the pod: another one for other files, credentials or place, and behind one that has failed."""
+    place = [
+        volumes.adapters_directory(service),
+        [each.volume() for each in _list_volumes(service)],
+        service.uid if volumes.needs_claim(service) else "",  # a new service has a new claim of its own
+    ]
+    files = [adapter.spec.uri, adapter.spec.credentials_secret_ref]
+    identity = digest([adapter.uid, *files, *place, failed_uid])
     return f"lora-{adapter.name[:_NAME_CHARACTERS].rstrip('-.')}-{identity[:10]}"
 
 
-def build(service: InferenceService, adapter: LoRAAdapter, settings: Settings) -> dict[str, Any]:
+def build(
+    service: InferenceService, adapter: LoRAAdapter, settings: Settings, failed_uid: str = ""
+) -> dict[str, Any]:
     """Build the pod. It has the account, the nodes and the image of the serving pods, and not their labels."""
-    names = (volumes.SCRATCH, volumes.ADAPTERS if volumes.has_adapters_volume(service) else volumes.CACHE)
-    mounted = [each for each in volumes.build(service) if each.name in names]
+    mounted = _list_volumes(service)
     scheme = model_uri.parse(adapter.spec.uri, field="uri").scheme
     container = containers.fetch(service, settings, [each.mount(writable=True) for each in mounted])
     container["args"] = [
@@ -62,7 +69,7 @@ def build(service: InferenceService, adapter: LoRAAdapter, settings: Settings) -
         "apiVersion": POD.api_version,
         "kind": POD.name,
         "metadata": {
-            "name": name(adapter),
+            "name": name(service, adapter, failed_uid),
             "namespace": adapter.namespace,
             "labels": {
                 contract.LABEL_NAME: FETCHER,
@@ -73,6 +80,16 @@ def build(service: InferenceService, adapter: LoRAAdapter, settings: Settings) -
         },
         "spec": spec,
     }
+
+
+def _list_volumes(service: InferenceService) -> list[volumes.Volume]:
+    names = (volumes.SCRATCH, volumes.ADAPTERS if volumes.has_adapters_volume(service) else volumes.CACHE)
+    return [each for each in volumes.build(service) if each.name in names]
+
+
+def has_failed(live: dict[str, Any]) -> bool:
+    """Return whether a pod will not run again, as one that was evicted or whose node was shut down."""
+    return (live.get("status") or {}).get("phase") == "Failed"
 
 
 def is_own(live: dict[str, Any], adapter: LoRAAdapter) -> bool:

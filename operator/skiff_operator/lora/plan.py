@@ -19,6 +19,8 @@ from skiff_operator.status import AdapterStatus, Problem
 
 MAX_ADAPTERS: Final = 256
 """Adapters of one InferenceService: its status lists all of them."""
+MAX_STARTUP_BYTES: Final = 96 << 10
+"""Bytes of the variable with the adapters that pods load before they are ready; a program starts with at most 128 KiB in one."""
 _MESSAGE_CHARACTERS: Final = 512
 _FIRST_RETRY_SECONDS: Final = 2.0
 _LAST_RETRY_SECONDS: Final = 120.0
@@ -244,16 +246,23 @@ def _permanent_first(failed: tuple[str, Fault]) -> tuple[bool, str]:
 def startup_adapters(adapters: Sequence[DesiredAdapter], views: Sequence[PodAdapters]) -> list[Adapter]:
     """Return the adapters that new pods load before they are ready: those that at least one pod serves and none refuses.
 
-    A pod that cannot load one of these might not start.
+    A pod that cannot load one of these might not start. They are one environment variable, and Linux bounds its length: those
+    beyond are loaded when the pod is ready.
     """
-    return [
-        Adapter(name=each.name, uri=each.path)
-        for each in adapters
-        if each.problem is None
-        and any(view.listed and has(each.name, each.path, view.listed, view.loaded) for view in views)
-        and not any(
-            attempt.path == each.path and attempt.fault.permanent
-            for view in views
-            if (attempt := view.attempts.get(each.name)) is not None
-        )
-    ]
+    found: list[Adapter] = []
+    size = 0
+    for each in adapters:
+        if (
+            each.problem is None
+            and any(view.listed and has(each.name, each.path, view.listed, view.loaded) for view in views)
+            and not any(
+                attempt.path == each.path and attempt.fault.permanent
+                for view in views
+                if (attempt := view.attempts.get(each.name)) is not None
+            )
+        ):
+            size += len(each.name.encode()) + len(each.path.encode()) + 2  # as NAME=URI, with a comma
+            if size > MAX_STARTUP_BYTES:
+                break
+            found.append(Adapter(name=each.name, uri=each.path))
+    return found

@@ -50,11 +50,11 @@ class _ErrorBody(msgspec.Struct):
 
 
 class PodClient:
-    """A pool of connections to pods."""
+    """Pools of connections to pods: one for lists, which no slow load may delay, and one for loads and unloads."""
 
     def __init__(self) -> None:
-        """Open nothing yet: the session belongs to the running event loop."""
-        self._session: aiohttp.ClientSession | None = None
+        """Open nothing yet: the sessions belong to the running event loop."""
+        self._sessions: dict[str, aiohttp.ClientSession] = {}
 
     async def list(self, address: str, key: str) -> dict[str, str] | Fault:
         """Return the adapters of the pod at this IP address, names with their roots, or why it does not answer."""
@@ -96,8 +96,8 @@ class PodClient:
 
     async def close(self) -> None:
         """Close the connections."""
-        if self._session is not None:
-            await self._session.close()
+        for session in self._sessions.values():
+            await session.close()
 
     async def _send(
         self, method: str, address: str, path: str, key: str, body: dict[str, Any] | None, seconds: float
@@ -111,17 +111,19 @@ class PodClient:
         url = f"http://{host}:{contract.API_PORT}{path}"
         limit = _MAX_LIST_BYTES if body is None else _MAX_ERROR_BYTES
         try:
-            async with self._pool().request(
+            async with self._pool(method).request(
                 method, url, json=body, headers=headers, timeout=timeout, allow_redirects=False
             ) as response:
                 return response.status, await read_body(response, limit)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             return Fault("PodUnreachable", f"{method} {path}: {str(error) or type(error).__name__}")
 
-    def _pool(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            self._session = pod_session(_CONNECTIONS, aiohttp.ClientTimeout(sock_connect=_CONNECT_SECONDS))
-        return self._session
+    def _pool(self, method: str) -> aiohttp.ClientSession:
+        session = self._sessions.get(method)
+        if session is None:
+            session = pod_session(_CONNECTIONS, aiohttp.ClientTimeout(sock_connect=_CONNECT_SECONDS))
+            self._sessions[method] = session
+        return session
 
 
 def _fault(status: int, body: bytes) -> Fault:

@@ -5,6 +5,7 @@ The tokens of a step belong to adapters in LoRA slots, or to none. A token's out
 buffers have sizes that follow from the shapes of the arguments alone, so steps may be captured in CUDA graphs.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -23,7 +24,7 @@ CALL_ID_STRIDE: Final = 4
 class LoraWeights:
     """The matrices of all LoRA slots for one linear layer, whose outputs are those of 1 to 3 packed modules ("parts").
 
-    a                   [max_loras, parts, max_rank, inputs]; rows from a slot's rank on are not read
+    a                   [max_loras, parts, max_rank, inputs]; products of rows from a slot's rank on are not used
     b                   [max_loras, outputs, max_rank], of the same dtype; columns from a slot's rank on must be finite
     ranks               int32 [max_loras]: the rank of the slot's adapter; 0 where it has nothing for this layer
     part_sizes          the outputs of each part
@@ -59,6 +60,28 @@ class LoraMapping:
 
     slots: torch.Tensor
     blocks: RowBlocks | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LoraExpand:
+    """B (A x) of a step's tokens that is still to be added to a layer's output, by the kernel that reads that output next.
+
+    ``inner`` is A x of every slot, [T, max_loras * parts * max_rank], in the order of ``weights.a``; rows may be apart.
+    """
+
+    inner: torch.Tensor
+    weights: LoraWeights
+    mapping: LoraMapping
+
+    def add_to(self, out: torch.Tensor) -> None:
+        """Add it to out [T, outputs], in place, by PyTorch alone."""
+        count, parts, max_rank = self.weights.a.shape[:3]
+        inner = self.inner.view(len(self.inner), count, parts, max_rank)
+        for slot, tokens in _group_by_slot(self.mapping):
+            rank, first = int(self.weights.ranks[slot]), 0
+            for part, size in enumerate(self.weights.part_sizes):
+                _add_expanded(out, inner[tokens, slot, part, :rank], self.weights, slot, tokens, first, size)
+                first += size
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +144,9 @@ class LoraWorkspace:
         return self._call_ids[first : first + 1]
 
     def map_tokens(self, slots: torch.Tensor) -> LoraMapping:
-        """Group the tokens of a step by ``slots`` int32 [T]; the mapping is valid until the next call.
+        """Group the tokens of a step by ``slots`` int32 [T], which must not change until the step's last kernel has run.
+
+        The mapping is valid until the next call.
 
         Between two calls ``add_lora`` may be called once with each ``LoraWeights``.
         """
@@ -152,13 +177,31 @@ def add_lora(
 
         kernel.add_lora(out, x, weights, mapping, x_is_complete=x_is_complete)
         return
-    # In ascending order, so that nothing depends on the order of tokens.
-    for slot in sorted(set(mapping.slots.tolist()) - {NO_LORA_SLOT}):
+    for slot, tokens in _group_by_slot(mapping):
         rank = int(weights.ranks[slot])
-        tokens = torch.where(mapping.slots == slot)[0]
         chosen, first = x[tokens].float(), 0
         for part, size in enumerate(weights.part_sizes):
-            inner = F.linear(chosen, weights.a[slot, part, :rank].float()).to(x.dtype).float()
-            added = F.linear(inner, weights.b[slot, first : first + size, :rank].float())
-            out[tokens, first : first + size] = (out[tokens, first : first + size] + added).to(out.dtype)
+            inner = F.linear(chosen, weights.a[slot, part, :rank].float()).to(x.dtype)
+            _add_expanded(out, inner, weights, slot, tokens, first, size)
             first += size
+
+
+def _group_by_slot(mapping: LoraMapping) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield each slot with the indices of its tokens, in ascending order, so that nothing depends on the order of tokens."""
+    for slot in sorted(set(mapping.slots.tolist()) - {NO_LORA_SLOT}):
+        yield slot, torch.where(mapping.slots == slot)[0]
+
+
+def _add_expanded(
+    out: torch.Tensor,
+    inner: torch.Tensor,
+    weights: LoraWeights,
+    slot: int,
+    tokens: torch.Tensor,
+    first: int,
+    size: int,
+) -> None:
+    """Add B of a slot times inner [tokens, rank] to the ``size`` outputs of a part, the first of which is ``first``."""
+    rank = inner.shape[1]
+    added = F.linear(inner.float(), weights.b[slot, first : first + size, :rank].float())
+    out[tokens, first : first + size] = (out[tokens, first : first + size] + added).to(out.dtype)

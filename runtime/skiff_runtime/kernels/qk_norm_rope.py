@@ -3,6 +3,7 @@
 import torch
 
 from skiff_runtime.kernels.kv_store import store_kv
+from skiff_runtime.kernels.lora import LoraExpand
 from skiff_runtime.kernels.rms_norm import rms_norm
 
 
@@ -14,6 +15,7 @@ def qk_norm_rope_store_kv(
     eps: float,
     pool: tuple[torch.Tensor, torch.Tensor],
     slot_mapping: torch.Tensor,
+    expand: LoraExpand | None = None,
 ) -> torch.Tensor:
     """Normalize and rotate the query and key heads of qkv, store K and V, and return the queries [T, query heads, d].
 
@@ -23,11 +25,16 @@ def qk_norm_rope_store_kv(
     norm_weights    [2, d]: of queries and of keys; None for models without QK-norm
     pool            K and V of one layer, each flat [tokens, kv heads, d]
     slot_mapping    int [T]: the token's place in the pool; on a GPU, K and V of tokens with -1 go nowhere
+    expand          is added to qkv first, with q, k and v as its parts; then qkv may be overwritten
     """
     if qkv.device.type == "cuda":
         from skiff_runtime.kernels.triton.attention import qk_norm_rope as kernel
 
-        return kernel.qk_norm_rope_store_kv(qkv, cos_sin, positions, norm_weights, eps, pool, slot_mapping)
+        return kernel.qk_norm_rope_store_kv(
+            qkv, cos_sin, positions, norm_weights, eps, pool, slot_mapping, expand
+        )
+    if expand is not None:
+        expand.add_to(qkv)
     kv, dim = pool[0].shape[1:]
     split = qkv.view(qkv.shape[0], -1, dim)
     query = split.shape[1] - 2 * kv

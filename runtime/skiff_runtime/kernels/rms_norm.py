@@ -3,6 +3,8 @@
 import torch
 import torch.nn.functional as F
 
+from skiff_runtime.kernels.lora import LoraExpand
+
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Divide x [..., n] by its root mean square along n and multiply it by ``weight``, which broadcasts.
@@ -21,12 +23,25 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    expand: LoraExpand | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (the ``rms_norm`` of the sum, the sum) of x and residual, both [T, n]."""
+    """Return (the ``rms_norm`` of the sum, the sum) of x and residual, both [T, n].
+
+    ``expand`` is added to x first; then x may be overwritten.
+    """
     if x.device.type == "cuda":
+        if expand is not None:
+            from skiff_runtime.kernels.triton.lora.expand_add_rms_norm import expand_add_rms_norm
+
+            return expand_add_rms_norm(x, residual, weight, eps, expand)
         from skiff_runtime.kernels.triton.norm_act import rms_norm as kernel
 
         return kernel.add_rms_norm(x, residual, weight, eps)
+    if expand is not None:
+        expand.add_to(x)
     total = x + residual
     return rms_norm(total, weight, eps), total

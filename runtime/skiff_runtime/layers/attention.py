@@ -14,7 +14,7 @@ from skiff_runtime.layers.linear import (
     shard_evenly,
     shard_or_replicate,
 )
-from skiff_runtime.layers.lora import LoraLayer
+from skiff_runtime.layers.lora import LoraLayer, split_deferred
 from skiff_runtime.layers.norm import QKNorm
 from skiff_runtime.layers.partial_sum import LayerOutput
 from skiff_runtime.layers.rotary import RopeInputs
@@ -89,14 +89,16 @@ class Attention:
         logits_indices: torch.Tensor | None = None,
     ) -> LayerOutput:
         norm = self._norm
+        qkv, expand = split_deferred(self._qkv_proj(x))
         q = qk_norm_rope_store_kv(
-            self._qkv_proj(x),
+            qkv,
             rope.cos_sin,
             rope.positions,
             None if norm is None else norm.weights,
             0.0 if norm is None else norm.eps,
             backend.pool.layer_kv(self._layer),
             rope.slot_mapping,
+            expand,
         )
         if logits_indices is None:
             return self._o_proj(backend.forward(self._layer, q).flatten(1))

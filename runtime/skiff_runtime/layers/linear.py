@@ -11,8 +11,13 @@ from dataclasses import dataclass
 import torch
 
 from skiff_runtime.kernels.fp8 import Activations
-from skiff_runtime.layers.linear_weight import MatrixPart, make_weight
-from skiff_runtime.layers.lora import LoraLayer, LoraModule
+from skiff_runtime.layers.linear_weight import (
+    LinearWeight,
+    MatrixPart,
+    UnquantizedLinearWeight,
+    make_weight,
+)
+from skiff_runtime.layers.lora import LinearOutput, LoraLayer, LoraModule
 from skiff_runtime.layers.partial_sum import LayerOutput, PartialProduct, PartialSum
 from skiff_runtime.layers.sharding import LayerContext, WeightShard, replicated_weight
 
@@ -53,18 +58,22 @@ class ColumnParallelLinear:
         self._inputs = inputs
         self._modules = tuple(modules)
         self.sizes = [module.stop - module.start for module in modules]
-        self.weight = make_weight(sum(self.sizes), inputs, context, len(self.sizes))
-        self.bias = context.empty(sum(self.sizes)) if bias else None
+        outputs, parts = sum(self.sizes), len(self.sizes)
+        appended_rows = 0 if context.lora is None else context.lora.count_appended_rows(parts)
+        self.weight = make_weight(outputs, inputs, context, parts, appended_rows=appended_rows)
+        self._padded_bias = _make_bias(outputs, self.weight, context) if bias else None
+        self.bias = None if self._padded_bias is None else self._padded_bias[:outputs]
         self._lora = _make_lora_layer(
             [
                 LoraModule(each.name, each.total, inputs, slice(each.start, each.stop), slice(0, inputs))
                 for each in modules
             ],
+            self.weight,
             context,
         )
 
-    def __call__(self, x: Activations) -> torch.Tensor:
-        return _add_lora(self.weight.apply(x, self.bias), x, self._lora)
+    def __call__(self, x: Activations) -> LinearOutput:
+        return _apply(x, self.weight, self._lora, self.bias, self._padded_bias)
 
     def fused_silu_and_mul(self, x: Activations) -> torch.Tensor | None:
         """Return SwiGLU's product [..., n] of the layer's two modules, gate and up, of n outputs each, by one kernel.
@@ -109,15 +118,22 @@ class RowParallelLinear:
         self._group = context.group
         self._inputs = shard_evenly(name, inputs, context)
         self._shape = (outputs, inputs)
-        self.weight = make_weight(outputs, self._inputs.stop - self._inputs.start, context)
-        self.bias = context.empty(outputs) if bias else None
+        appended_rows = 0
+        if (
+            context.lora is not None and context.group.tp_size == 1
+        ):  # else the next kernel has only a part of A x
+            appended_rows = context.lora.count_appended_rows(1)
+        local = self._inputs.stop - self._inputs.start
+        self.weight = make_weight(outputs, local, context, appended_rows=appended_rows)
+        self._padded_bias = _make_bias(outputs, self.weight, context) if bias else None
+        self.bias = None if self._padded_bias is None else self._padded_bias[:outputs]
         local_inputs = slice(self._inputs.start, self._inputs.stop)
         module = LoraModule(name, outputs, inputs, slice(0, outputs), local_inputs)
-        self._lora = _make_lora_layer([module], context)
+        self._lora = _make_lora_layer([module], self.weight, context)
 
     def __call__(self, x: Activations) -> LayerOutput:
         if self._group.tp_size == 1:
-            return _add_lora(self.weight.apply(x, self.bias), x, self._lora)
+            return _apply(x, self.weight, self._lora, self.bias, self._padded_bias)
         matrix = self.weight.unquantized
         if (
             matrix is not None
@@ -127,7 +143,9 @@ class RowParallelLinear:
             and self._group.can_fuse_linear(x, matrix)
         ):
             return PartialProduct(x, matrix, self._group)
-        return PartialSum(_add_lora(self.weight.apply(x), x, self._lora), self._group, self.bias)
+        part = _apply(x, self.weight, self._lora)
+        assert isinstance(part, torch.Tensor), "nothing is appended to a part of a sum"
+        return PartialSum(part, self._group, self.bias)
 
     def weight_shards(self, prefix: str) -> Iterator[WeightShard]:
         """Yield the shards of the checkpoint's tensors that fill this layer."""
@@ -143,15 +161,44 @@ class RowParallelLinear:
             yield prefix, self._lora
 
 
-def _make_lora_layer(modules: Sequence[LoraModule], context: LayerContext) -> LoraLayer | None:
+def _make_bias(outputs: int, weight: LinearWeight, context: LayerContext) -> torch.Tensor:
+    """Allocate an uninitialized bias, with zeros for the appended rows of ``weight`` behind it."""
+    appended_rows = 0 if weight.appended is None else len(weight.appended)
+    bias = context.empty(outputs + appended_rows)
+    bias[outputs:].zero_()
+    return bias
+
+
+def _make_lora_layer(
+    modules: Sequence[LoraModule], weight: LinearWeight, context: LayerContext
+) -> LoraLayer | None:
     """Allocate the LoRA matrices of a layer, in the model's dtype; None if adapters are not served."""
     if context.lora is None:
         return None
-    return LoraLayer(modules, context.lora, context.dtype, context.device)
+    return LoraLayer(modules, context.lora, context.dtype, context.device, weight.appended)
 
 
-def _add_lora(out: torch.Tensor, x: Activations, lora: LoraLayer | None) -> torch.Tensor:
-    """Add the adapters' products of ``x`` to ``out`` in place, and return it."""
-    if lora is not None:
-        lora.add(out, x)
+def _apply(
+    x: Activations,
+    weight: LinearWeight,
+    lora: LoraLayer | None,
+    bias: torch.Tensor | None = None,
+    padded_bias: torch.Tensor | None = None,
+) -> LinearOutput:
+    """Multiply, and add the adapters' products of ``x`` or leave that to the next kernel.
+
+    ``padded_bias`` is the bias with zeros for the weight's appended rows.
+    """
+    if lora is None or not lora.is_active:
+        return weight.apply(x, bias)
+    assert isinstance(x, torch.Tensor), "norms quantize nothing in such steps"
+    if not isinstance(weight, UnquantizedLinearWeight):
+        out = weight.apply(x, bias)
+        lora.add(out, x, x_is_complete=False)
+        return out
+    if lora.should_defer(len(x)):
+        return lora.defer(weight.apply_with_appended(x, padded_bias), x)
+    early = lora.should_read_early(len(x))
+    out = weight.apply_late(x, bias) if early else weight.apply(x, bias)
+    lora.add(out, x, x_is_complete=early)
     return out

@@ -82,6 +82,11 @@ class LinearWeight(ABC):
         """The matrix in the model's dtype; ``None`` in other formats."""
         return None
 
+    @property
+    def appended(self) -> torch.Tensor | None:
+        """Rows behind the matrix, in the same memory; ``None`` if there are none."""
+        return None
+
     @abstractmethod
     def apply(self, x: Activations, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Multiply: [T, inputs] -> [T, outputs], in the model's dtype."""
@@ -104,18 +109,36 @@ class LinearWeight(ABC):
 class UnquantizedLinearWeight(LinearWeight):
     """A matrix in the model's dtype."""
 
-    def __init__(self, outputs: int, inputs: int, context: LayerContext) -> None:
-        self.values = context.empty(outputs, inputs)
+    def __init__(self, outputs: int, inputs: int, context: LayerContext, appended_rows: int = 0) -> None:
+        self._all_rows = context.empty(outputs + appended_rows, inputs)
+        self.values = self._all_rows[:outputs]
+        self._appended = self._all_rows[outputs:].zero_()
 
     @property
     def unquantized(self) -> torch.Tensor:
         """The matrix."""
         return self.values
 
+    @property
+    def appended(self) -> torch.Tensor | None:
+        return self._appended if len(self._appended) else None
+
+    def apply_with_appended(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Multiply by the appended rows as well: [T, inputs] -> [T, outputs + appended rows]; ``bias`` is of all of these.
+
+        A kernel may read the rows before its wait, though ``fill_slot`` writes them: the launch that groups a step's tokens
+        lies between, and lets none behind it start early.
+        """
+        return linear(x, self._all_rows, bias)
+
     def apply(self, x: Activations, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Multiply ``x``, which must not be quantized."""
         assert isinstance(x, torch.Tensor)
         return linear(x, self.values, bias)
+
+    def apply_late(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Multiply; the kernel that is launched next starts only after ``x`` is complete."""
+        return linear(x, self.values, bias, late=True)
 
     def fused_silu_and_mul(self, x: Activations, bias: torch.Tensor | None = None) -> torch.Tensor | None:
         """Multiply one token, which must not be quantized, by a GEMV."""
@@ -392,11 +415,16 @@ def _check_division(part: MatrixPart, multiple: int, tp_size: int, what: str) ->
         )
 
 
-def make_weight(outputs: int, inputs: int, context: LayerContext, parts: int = 1) -> LinearWeight:
-    """Allocate an uninitialized matrix of the context's format that packs ``parts`` modules of the checkpoint."""
+def make_weight(
+    outputs: int, inputs: int, context: LayerContext, parts: int = 1, *, appended_rows: int = 0
+) -> LinearWeight:
+    """Allocate an uninitialized matrix of the context's format that packs ``parts`` modules of the checkpoint.
+
+    ``appended_rows``: more rows of zeros behind the matrix; none in other formats than the model's dtype.
+    """
     weight_format = context.weight_format
     if weight_format is None:
-        return UnquantizedLinearWeight(outputs, inputs, context)
+        return UnquantizedLinearWeight(outputs, inputs, context, appended_rows)
     if isinstance(weight_format, Int4Format):
         return Int4LinearWeight(outputs, inputs, context, weight_format, parts)
     if weight_format.scales == "block":

@@ -9,7 +9,7 @@ from skiff_runtime.kernels.activation import silu_and_mul
 from skiff_runtime.kernels.fp8 import Activations
 from skiff_runtime.layers.activation_quantizer import make_activation_quantizer
 from skiff_runtime.layers.linear import ColumnParallelLinear, RowParallelLinear, shard_evenly
-from skiff_runtime.layers.lora import LoraLayer
+from skiff_runtime.layers.lora import LoraLayer, split_deferred
 from skiff_runtime.layers.norm import QuantizingRMSNorm
 from skiff_runtime.layers.partial_sum import LayerOutput
 from skiff_runtime.layers.sharding import LayerContext, WeightShard
@@ -32,7 +32,7 @@ class MLP(ABC):
 
     @abstractmethod
     def __call__(self, x: Activations) -> LayerOutput:
-        """Compute the MLP of T tokens; with more than one rank, the rank's part of the sum."""
+        """Compute the MLP of T tokens; see ``LayerOutput`` for what may be left to the norm behind it."""
 
     def apply_after_norm(
         self, norm: QuantizingRMSNorm, x: LayerOutput, residual: torch.Tensor
@@ -75,13 +75,13 @@ class GatedMLP(MLP):
         product = self._gate_up_proj.fused_silu_and_mul(x)
         if product is not None:
             return self._down_proj(product if self._quantizer is None else self._quantizer.quantize(product))
-        gate_up = self._gate_up_proj(x)
+        gate_up, expand = split_deferred(self._gate_up_proj(x))
         if (
             self._quantizer is not None and not self._context.has_adapters
         ):  # LoRA reads the product unquantized
             # By the same kernel that applies the activation.
             return self._down_proj(self._quantizer.silu_and_mul(gate_up))
-        return self._down_proj(silu_and_mul(gate_up))
+        return self._down_proj(silu_and_mul(gate_up, expand))
 
     def weight_shards(self, prefix: str) -> Iterator[WeightShard]:
         """Yield the shards of the checkpoint's tensors that fill this block."""

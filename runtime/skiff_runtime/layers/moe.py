@@ -76,6 +76,11 @@ class Experts:
         is_block = weight_format is not None and weight_format.scales == "block"
         if is_block:
             _check_blocks(hidden_size, moe.intermediate_size, inner, context.group.tp_size)
+        elif weight_format is not None and device.type == "cuda" and (hidden_size % 8 or inner % 8):
+            raise ConfigError(
+                f"experts in FP8 need sizes that are multiples of 8 on each rank, but one is {hidden_size} x {inner}; use "
+                "another --tp, or --expert-parallel"
+            )
         dtype = context.dtype if weight_format is None else E4M3
         gate_up, down_matrix = (torch.empty(shape, dtype=dtype, device=device) for shape in shapes)
         gate_up_scales, down_scales = (

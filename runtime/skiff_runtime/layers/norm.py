@@ -7,6 +7,7 @@ import torch
 from skiff_runtime.kernels.fp8 import Activations
 from skiff_runtime.kernels.rms_norm import add_rms_norm, rms_norm
 from skiff_runtime.layers.activation_quantizer import ActivationQuantizer, make_activation_quantizer
+from skiff_runtime.layers.lora import DeferredExpand
 from skiff_runtime.layers.partial_sum import LayerOutput, PartialProduct, PartialSum, reduce_output
 from skiff_runtime.layers.sharding import LayerContext, WeightShard, replicated_weight
 
@@ -55,6 +56,9 @@ class QuantizingRMSNorm:
         ``next_matrix``, which the result is multiplied with, may be prefetched.
         """
         quantizer = self._quantizer
+        if isinstance(x, DeferredExpand):
+            assert quantizer is None
+            return add_rms_norm(x.out, residual, self.weight, self.eps, x.expand)
         if isinstance(x, PartialProduct):
             if quantizer is None:
                 return x.group.linear_all_reduce_add_rms_norm(

@@ -12,6 +12,7 @@ import torch
 
 from skiff_runtime.distributed.tensor_parallel import TensorParallelGroup
 from skiff_runtime.kernels.linear import linear
+from skiff_runtime.layers.lora import DeferredExpand
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +57,8 @@ class PartialProduct:
         return self.multiply().reduce()
 
 
-LayerOutput = torch.Tensor | PartialSum | PartialProduct
-"""The output of a block: complete, or with more than one rank a part of it."""
+LayerOutput = torch.Tensor | PartialSum | PartialProduct | DeferredExpand
+"""The output of a block: complete, with more than one rank a part of it, or without the adapters' products."""
 
 
 def reduce_output(output: LayerOutput) -> torch.Tensor:

@@ -144,7 +144,8 @@ class Shutdown(Struct, frozen=True, tag="shutdown", array_like=True):
 class RankInputs(Struct, frozen=True, tag="inbox", array_like=True):
     """rank 0 -> other ranks: the inputs of this turn of the loop, and rank 0's lockstep ``checksum``.
 
-    ``grammars``: those of requests that rank 0 holds back until it has loaded them; the others load them now.
+    ``grammars``: those of the items, which have the keys alone, and of requests that rank 0 holds back until it has loaded them;
+    the others load them now.
     """
 
     items: list[

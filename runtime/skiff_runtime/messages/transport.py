@@ -5,6 +5,7 @@ The receiver binds, senders connect. No send blocks for ever: a peer that has no
 """
 
 import contextlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final, Generic, TypeVar
 
@@ -91,6 +92,10 @@ class Sender:
             data = encode(message)
         except (OverflowError, UnicodeEncodeError):
             raise MessageNotEncodable from None
+        self.send_encoded(data)
+
+    def send_encoded(self, data: bytes) -> None:
+        """Queue a message that is encoded. Raises ``TransportError`` if the peer has stopped reading."""
         try:
             self._socket.send(data)
         except zmq.Again:
@@ -104,6 +109,13 @@ class Sender:
 
     def close(self) -> None:
         self._socket.close()
+
+
+def send_to_all(senders: Iterable[Sender], message: msgspec.Struct) -> None:
+    """Queue one message at each of ``senders``; it is encoded once. Raises ``TransportError`` as they do."""
+    data = encode(message)
+    for sender in senders:
+        sender.send_encoded(data)
 
 
 def close_sockets() -> None:
@@ -124,14 +136,20 @@ class Receiver(Generic[T]):
             return None
         return self._decode.decode(self.socket.recv())
 
-    def drain(self, limit: int) -> list[T]:
-        """Return at most ``limit`` messages that have arrived already, in their order. Never waits."""
+    def drain(self, limit: int, max_bytes: int = MAX_MESSAGE_BYTES) -> list[T]:
+        """Return messages that have arrived already, in their order. Never waits.
+
+        They are at most ``limit``, and none follows when those before it have ``max_bytes`` together.
+        """
         messages: list[T] = []
-        while len(messages) < limit:
+        size = 0
+        while len(messages) < limit and size < max_bytes:
             try:
-                messages.append(self._decode.decode(self.socket.recv(zmq.NOBLOCK)))
+                data = self.socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 break
+            size += len(data)
+            messages.append(self._decode.decode(data))
         return messages
 
     def close(self) -> None:

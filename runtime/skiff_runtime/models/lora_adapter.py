@@ -30,6 +30,10 @@ from skiff_runtime.models.tensor_file import StoredTensor, TensorFile
 PREFIX: Final = "base_model.model."
 MAX_STATED_RANK: Final = 1 << 16
 MAX_TENSORS: Final = 768
+MAX_CONFIG_BYTES: Final = 1 << 20
+MAX_PATTERNS: Final = 4096
+"""Each module is compared with all entries of a pattern, by a thread that competes with the planning of steps."""
+_MAX_FLOAT32: Final = torch.finfo(torch.float32).max
 """Tensors in one buffer; the first one also has up to ten entries for each decoder layer."""
 DTYPES: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 MODULES: Final = tuple(name.rpartition(".")[2] for names in PACKED_MODULES.values() for name in names)
@@ -82,7 +86,7 @@ class AdapterConfig:
 def read_adapter_config(path: Path) -> AdapterConfig:
     """Read and check the configuration in the directory ``path``. Raises ``ModelError`` that names the file and the key."""
     file = path / ADAPTER_CONFIG
-    config = JsonObject(str(file), read_json(file))
+    config = JsonObject(str(file), read_json(file, max_bytes=MAX_CONFIG_BYTES))
     kind = config.text("peft_type", "")
     if kind != "LORA":
         raise ModelError(f"{file}: 'peft_type' is {kind!r}; only LORA adapters are served")
@@ -237,8 +241,10 @@ def _read_buffers(
         for name, stored in run:
             matrix, offset = matrices[name], stored.offset - first.offset
             entry = _make_entry(matrix, stored, offset, config)
-            # The bound is that of all tensors of the run, so it is only the first look. It never holds for NaN.
-            if not bound * abs(entry.value) <= limit:
+            # The bound is that of all tensors of the run, so it is only the first look. It never holds for NaN. In
+            # float32, which fills the slot, the scale may be infinite.
+            scale = abs(entry.value)
+            if not (scale <= _MAX_FLOAT32 and bound * scale <= limit):
                 values = data[offset : offset + stored.nbytes].view(DTYPES[stored.dtype]).float()
                 if not bool((values * entry.value).to(slots.dtype).isfinite().all()):
                     raise ModelError(
@@ -315,6 +321,8 @@ def _check_targets(config: JsonObject) -> None:
 def _read_pattern(config: JsonObject, key: str) -> JsonObject:
     """Return a pattern, whose keys must be names: a regular expression of a stranger could run for ever."""
     pattern = config.object(key) or JsonObject(f"{config.source}: {key}", {})
+    if len(pattern.list_keys()) > MAX_PATTERNS:
+        raise ModelError(f"{config.source}: {key!r} has more than {MAX_PATTERNS} entries")
     for each in pattern.list_keys():
         if _PLAIN_PATTERN.fullmatch(each) is None:
             raise ModelError(

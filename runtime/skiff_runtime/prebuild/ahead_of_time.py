@@ -31,6 +31,7 @@ from skiff_runtime.kernels.triton.lora.fill_slot import fill_slot
 from skiff_runtime.kernels.triton.prepare_inputs import gather_pages, write_cells
 from skiff_runtime.kernels.triton.runtime.cache_keys import compute_cache_keys
 from skiff_runtime.kernels.triton.runtime.compilation_log import log_compilations
+from skiff_runtime.kernels.tuning import tuning_for
 from skiff_runtime.kvcache.kv_pool import KVPool
 from skiff_runtime.layers.norm import QuantizingRMSNorm
 from skiff_runtime.layers.partial_sum import PartialSum
@@ -153,6 +154,7 @@ class _FakeRank:
             max_rank=config.max_lora_rank,
             dtype=self._dtype,
             device=self._device,
+            max_deferred=tuning_for(self._device).lora.appended.max_elements // config.max_lora_rank,
         )
         return sorted({*by_variant, *_list_powers_of_two(config.max_num_batched_tokens)})
 

@@ -30,7 +30,11 @@ def locate_adapter(uri: str, download_dir: str | None) -> Path:
         )
     else:
         path = Path(uri.removeprefix(_FILE)).absolute()
-    if not (path / ADAPTER_CONFIG).is_file():
+    try:
+        is_there = (path / ADAPTER_CONFIG).is_file()
+    except OSError as error:
+        raise ConfigError(f"{uri}: cannot look for {ADAPTER_CONFIG}: {error.strerror}") from None
+    if not is_there:
         raise ConfigError(f"{uri}: no adapter found: there is no {ADAPTER_CONFIG} in {path}")
     return path
 

@@ -133,7 +133,7 @@ class Adapters:
         """Note that a read has ended; return the waiting requests that cannot be served because it has failed."""
         adapter = self._adapters[message.adapter_id]
         assert adapter.copy is HostCopy.READING
-        self.has_changed = True
+        self.has_changed = self._due_is_stale = True
         if not message.error:
             adapter.copy = HostCopy.PRESENT
             self.num_reads += 1
@@ -223,7 +223,13 @@ class Adapters:
         assert all((each.lora_slot == NO_LORA_SLOT) == (each.adapter_id == 0) for each in requests)
 
     def _is_due(self, request: Request) -> bool:
-        return request.times_overtaken >= self._max_overtaken
+        """Return whether no other request of an adapter may overtake a request that is held back.
+
+        While its adapter is read they may: those that run, which they would wait for, do not delay the read.
+        """
+        adapter = self._adapters.get(request.adapter_id)
+        is_reading = adapter is not None and adapter.copy is HostCopy.READING
+        return request.times_overtaken >= self._max_overtaken and not is_reading
 
     def _find_due(self) -> Request | None:
         """Return the first request that is held back and may not be overtaken any more."""
@@ -280,6 +286,7 @@ class Adapters:
                 return
             self._drop_copy(replaced)
         adapter.copy = HostCopy.READING
+        self._due_is_stale = True
         self._num_copies += 1
         self._store.begin_read(adapter.adapter_id, adapter.path)
 

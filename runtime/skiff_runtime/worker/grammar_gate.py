@@ -23,8 +23,10 @@ class _HeldRequest:
 class GrammarGate:
     """Passes messages on, except requests whose grammar is still loading, and aborts of these."""
 
-    def __init__(self, load: LoadGrammar) -> None:
+    def __init__(self, load: LoadGrammar, *, max_released_bytes: int) -> None:
+        """After ``max_released_bytes`` of requests, and of their different grammars, no further one is let in at a time."""
         self._load = load
+        self._max_released_bytes = max_released_bytes
         self._held: dict[int, _HeldRequest] = {}
 
     def __len__(self) -> int:
@@ -53,5 +55,14 @@ class GrammarGate:
         return True
 
     def _release(self) -> list[ToScheduler]:
-        loaded = [uid for uid, held in self._held.items() if held.loading.done()]
-        return [message for uid in loaded for message in self._held.pop(uid).messages]
+        released: list[ToScheduler] = []
+        grammars, size = dict[bytes, int](), 0
+        for uid in [uid for uid, held in self._held.items() if held.loading.done()]:
+            if size + sum(grammars.values()) >= self._max_released_bytes:
+                break
+            for message in self._held.pop(uid).messages:
+                released.append(message)
+                if isinstance(message, GenerateRequest) and message.grammar is not None:
+                    size += len(message.token_ids)
+                    grammars[message.grammar.key] = len(message.grammar.data)
+        return released

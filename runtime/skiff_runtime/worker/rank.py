@@ -28,14 +28,14 @@ from skiff_runtime.messages import (
     TokenBatch,
     ToLeader,
     ToScheduler,
-    WatchCache,
 )
-from skiff_runtime.messages.transport import Endpoints, Receiver, Sender
+from skiff_runtime.messages.transport import Endpoints, Receiver, Sender, send_to_all
 from skiff_runtime.processes.child_process import Child
 from skiff_runtime.scheduler.channel import Channel, SchedulerInput
 from skiff_runtime.scheduler.scheduler import Scheduler
 from skiff_runtime.worker.adapter_reader import AdapterReader
 from skiff_runtime.worker.grammar_gate import GrammarGate, LoadGrammar
+from skiff_runtime.worker.rank_inputs import pack_inputs, unpack_items
 from skiff_runtime.worker.step_profiler import StepProfiler
 from skiff_runtime.worker.step_watchdog import StepWatchdog
 
@@ -45,6 +45,9 @@ LOADING_POLL_SECONDS: Final = 0.002
 """Poll interval while a grammar or an adapter is being read for a request."""
 MAX_MESSAGES_PER_TURN: Final = 256
 """Most messages handled in one turn, so that a flood of them does not stall the running batch."""
+MAX_BYTES_PER_TURN: Final = 256 << 20
+"""After so many bytes no further message is taken in a turn: with those of held requests, at most as many, and two more that are
+over the limit, a message to the other ranks stays below ``MAX_MESSAGE_BYTES``."""
 COLLECTIVE_MARGIN_SECONDS: Final = 60.0
 """Time by which a collective outlasts the limits that end the service in an orderly way."""
 
@@ -73,7 +76,7 @@ class LeaderChannel(Channel):
         self._inbox = inbox
         self._profiler = profiler
         self._adapters = adapters
-        self._gate = GrammarGate(load_grammar)
+        self._gate = GrammarGate(load_grammar, max_released_bytes=MAX_BYTES_PER_TURN)
         self._detokenizer = Sender(endpoints.detokenizer)
         self._followers = [Sender(endpoints.rank(rank)) for rank in range(1, tp_size)]
         self._should_stop = should_stop
@@ -93,16 +96,12 @@ class LeaderChannel(Channel):
         if self._should_stop():
             items.append(Shutdown())
         if self._followers:
-            # All caches are alike, and rank 0 alone reports its own.
-            shared = [item for item in items if not isinstance(item, WatchCache)]
-            inbox = RankInputs(items=shared, checksum=checksum, grammars=self._find_held_grammars(arrived))
-            for follower in self._followers:
-                follower.send(inbox)
+            send_to_all(self._followers, pack_inputs(items, self._find_held_grammars(arrived), checksum))
         return items
 
     def _drain_inbox(self) -> list[ToScheduler]:
         arrived: list[ToScheduler] = []
-        for message in self._inbox.drain(MAX_MESSAGES_PER_TURN):
+        for message in self._inbox.drain(MAX_MESSAGES_PER_TURN, MAX_BYTES_PER_TURN):
             if isinstance(message, ProfileSteps):
                 self._profiler.begin(message)
             else:
@@ -151,7 +150,7 @@ class FollowerChannel(Channel):
             if isinstance(item, AdapterRead):
                 assert self._adapters is not None
                 self._adapters.settle(item, self._beat)
-        return list(inbox.items)
+        return unpack_items(inbox)
 
     def send(self, batch: TokenBatch) -> None:
         """Do nothing: rank 0 sends the same batch."""

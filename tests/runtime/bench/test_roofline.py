@@ -1,6 +1,8 @@
 """The roofline of a workload, and the measurement of a device's peak rates."""
 
+import subprocess
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -138,10 +140,35 @@ def test_requests_beyond_the_running_limit_wait() -> None:
     assert estimate_roofline(cost, requests, max_running=6, peaks=H200).decode_steps == 10
 
 
+SMALL_PEAKS = """
+import sys
+from skiff_runtime.bench.offline import device_peaks
+
+device_peaks.COPY_BYTES["cpu"], device_peaks.MATRIX_SIZE["cpu"] = 16 << 20, 256
+device_peaks.main(sys.argv[1:])
+"""
+"""The child process with a shorter copy and smaller matrices."""
+
+
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_peak_rates_are_measured_in_a_child_process(dtype: str) -> None:
-    """In bfloat16 it needs the guard against machines that announce AMX and trap its instructions."""
+    """In float32 this is also part of the offline benchmark in ``test_real_service.py``."""
     peaks = measure_device_peaks("cpu", dtype, 1)
+    assert peaks.bytes_per_second > 1e8 and peaks.flops_per_second > 1e8
+
+
+def test_small_product_in_bfloat16_is_measured_in_a_child_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It needs the guard against machines that announce AMX and trap its instructions."""
+    run = subprocess.run
+
+    def run_small(command: list[str], **options: Any) -> Any:
+        executable, *module, device, dtype, threads = command
+        assert module == ["-m", device_peaks.__name__]
+        return run([executable, "-c", SMALL_PEAKS, device, dtype, threads], **options)
+
+    monkeypatch.setattr(subprocess, "run", run_small)
+    peaks = measure_device_peaks("cpu", "bfloat16", 1)
     assert peaks.bytes_per_second > 1e8 and peaks.flops_per_second > 1e8
 
 

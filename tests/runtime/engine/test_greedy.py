@@ -1,6 +1,7 @@
 """Greedy tokens of the engine equal those of transformers for any steps, pages and slots."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from engine_driver import Driver, generate, make_engine
+from pairwise import mark_beyond_values
 from tiny_models import (
     FAMILIES,
     MOE_FAMILIES,
@@ -23,6 +25,8 @@ from skiff_runtime.messages import SamplingSpec
 
 LENGTHS = (1, 2, 15, 16, 17, 40, 63, 64, 65, 100, 7, 33)
 COUNT = 12
+SETTINGS = ((1, 24, 5), (16, 1024, 8), (64, 16, 3))
+"""Page size, tokens of a step, and slots."""
 
 Model = tuple[Path, Any]
 
@@ -35,10 +39,16 @@ def random_prompts(seed: int) -> list[list[int]]:
     return prompts
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
-    path = make_model(tmp_path_factory.mktemp(request.param), request.param, seed=3)
-    return path, load_reference(path)
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]:
+    """A function that returns the model of a family and its reference, which are made once."""
+
+    @cache
+    def make(family: str) -> Model:
+        path = make_model(tmp_path_factory.mktemp(family), family, seed=3)
+        return path, load_reference(path)
+
+    return make
 
 
 @pytest.fixture(scope="module")
@@ -46,9 +56,12 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("llama"), "llama", seed=4)
 
 
-@pytest.mark.parametrize(("page_size", "budget", "slots"), [(1, 24, 5), (16, 1024, 8), (64, 16, 3)])
-def test_greedy_tokens_equal_transformers(model: Model, page_size: int, budget: int, slots: int) -> None:
-    path, reference = model
+@pytest.mark.parametrize(("family", "setting"), mark_beyond_values(FAMILIES, SETTINGS, rounds=1), ids=str)
+def test_greedy_tokens_equal_transformers(
+    models: Callable[[str], Model], family: str, setting: tuple[int, int, int]
+) -> None:
+    path, reference = models(family)
+    page_size, budget, slots = setting
     prompts = random_prompts(seed=5)
     engine = make_engine(path, page_size=page_size)
     try:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from engine_driver import generate, make_engine
+from pairwise import mark_beyond_pairs
 from tiny_models import edit_json, load_reference, make_model, oracle_choices
 from tiny_tokenizer import VOCAB_SIZE
 
@@ -32,12 +33,10 @@ def long_prompts() -> list[list[int]]:
     return [random.integers(2, VOCAB_SIZE, length).tolist() for length in lengths]
 
 
-@pytest.fixture(params=FAMILIES)
-def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A model without a scaling of its own, whose context is the original one."""
+def make_unscaled_model(path: Path, family: str) -> Path:
+    """Make a model without a scaling of its own, whose context is the original one."""
     rope = {"rope_type": "default", "rope_theta": 10000.0}
-    path = tmp_path / "model"
-    return make_model(path, request.param, seed=12, max_position_embeddings=ORIGINAL, rope_parameters=rope)
+    return make_model(path, family, seed=12, max_position_embeddings=ORIGINAL, rope_parameters=rope)
 
 
 def scale(path: Path) -> None:
@@ -45,13 +44,14 @@ def scale(path: Path) -> None:
     edit_json(path / "config.json", rope_parameters={**YARN, "rope_theta": 10000.0})
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("by_option", [False, True], ids=["by the checkpoint", "by the option"])
+@pytest.mark.parametrize(
+    ("family", "page_size", "by_option"), mark_beyond_pairs(FAMILIES, (1, 16), (False, True))
+)
 def test_tokens_equal_transformers_beyond_the_original_context(
-    model: Path, page_size: int, by_option: bool
+    tmp_path: Path, family: str, page_size: int, by_option: bool
 ) -> None:
     """The settings of the checkpoint and those of ``--rope-scaling`` are the same."""
-    crowd = long_prompts()
+    model, crowd = make_unscaled_model(tmp_path / "model", family), long_prompts()
     options: dict[str, Any] = {"rope_scaling": json.dumps(YARN)} if by_option else {}
     if not by_option:
         scale(model)
@@ -65,9 +65,10 @@ def test_tokens_equal_transformers_beyond_the_original_context(
     assert got != oracle_choices(load_reference(model), crowd, got), "the scaling changes nothing"
 
 
-def test_option_reaches_every_process(model: Path) -> None:
+@pytest.mark.parametrize("family", ["llama", pytest.param("qwen3", marks=pytest.mark.matrix)])
+def test_option_reaches_every_process(tmp_path: Path, family: str) -> None:
     """The ranks read the model's configuration themselves."""
-    crowd = long_prompts()
+    model, crowd = make_unscaled_model(tmp_path / "model", family), long_prompts()
     with LLM(
         str(model), rope_scaling=json.dumps(YARN), max_total_tokens=1024, page_size=4, cpu_threads=1
     ) as llm:

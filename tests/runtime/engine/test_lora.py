@@ -1,7 +1,8 @@
 """Tokens of requests with LoRA adapters equal those of peft, for one, several and mixed adapters in one batch."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,6 +17,7 @@ from serving_engine import Served, serve, serve_on_rank
 from tiny_models import load_reference, make_model, oracle_choices, oracle_logits
 from tiny_tokenizer import VOCAB_SIZE
 
+from skiff_runtime.kernels.tuning import HOPPER, overridden
 from skiff_runtime.messages import GenerateRequest
 
 FAMILIES: Final = ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral")
@@ -102,6 +104,48 @@ def test_greedy_tokens_equal_peft(families: dict[str, Family], name: str, ids: t
     served = serve(family.path, requests, adapters=family.adapters, **SETTINGS)
     check(family, requests, served)
     assert served.lost_pages == 0
+
+
+@contextmanager
+def append(**limits: int) -> Iterator[None]:
+    """Append A of all slots to the base matrix on a CPU as well, by the limits of GPUs but for these."""
+    appended = replace(HOPPER.lora.appended, **limits)
+    with overridden(replace(HOPPER, lora=replace(HOPPER.lora, appended=appended))):
+        yield
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_greedy_tokens_equal_peft_where_a_is_appended_to_the_base(
+    families: dict[str, Family], name: str
+) -> None:
+    family = families[name]
+    requests = family.requests((0, 1, 0, 2, 3, 4, 1, 0, 4, 2))
+    with append():
+        served = serve(family.path, requests, adapters=family.adapters, **SETTINGS)
+    check(family, requests, served)
+
+
+@pytest.mark.parametrize("max_elements", [0, 16, 48])
+def test_steps_with_and_without_appended_a_follow_each_other(
+    families: dict[str, Family], max_elements: int
+) -> None:
+    """Steps of no, one, or up to three tokens multiply by it."""
+    family = families["qwen2"]
+    requests = family.requests((0, 1, 2, 3, 4))
+    with append(max_elements=max_elements):
+        served = serve(family.path, requests, adapters=family.adapters, **SETTINGS)
+    check(family, requests, served)
+
+
+def test_biases_of_all_projections_are_added_once(tmp_path: Path) -> None:
+    """Behind the bias of a matrix with appended rows there are zeros."""
+    path = make_model(tmp_path / "model", "llama", seed=5, attention_bias=True, mlp_bias=True)
+    adapter = make_adapter(tmp_path / "adapter", path, seed=1, modules=ALL, r=5)
+    family = Family(path, [adapter], [load_reference(path), load_adapted(path, adapter)])
+    requests = family.requests((1, 0, 1))
+    with append():
+        served = serve(path, requests, adapters=family.adapters, **{**SETTINGS, "max_lora_rank": 5})
+    check(family, requests, served)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

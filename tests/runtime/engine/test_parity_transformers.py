@@ -1,6 +1,6 @@
 """Greedy tokens equal those of transformers for any model, cache, ranks, overlap, budget, page size and memory pressure.
 
-The ordinary run takes a few settings that cover every pair of options; ``make matrix`` takes all of them.
+The ordinary run takes a few settings that cover every pair of options, of three families; ``make matrix`` takes all.
 ``SKIFF_TEST_SEED`` chooses other weights and prompts.
 """
 

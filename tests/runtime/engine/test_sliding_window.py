@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import pytest
 import torch
+from pairwise import mark_beyond_values
 from parity import TOKENS, Setting, prompts, serve
 from tiny_models import edit_json, load_reference, make_model, oracle_choices
 
@@ -37,15 +38,8 @@ WINDOWS: Final = {
     "qwen2-last-layers": (None, 20),
     "qwen3-mixed": (32, None, 32),
 }
-SETTINGS: Final = tuple(
-    Setting(name, cache, 1, overlap, budget, page_size)
-    for name in MODELS
-    for cache, overlap, budget, page_size in (
-        ("radix", True, 16, 16),
-        ("radix", False, 1024, 64),
-        ("naive", True, 16, 1),
-    )
-)
+OPTIONS: Final = (("radix", True, 16, 16), ("radix", False, 1024, 64), ("naive", True, 16, 1))
+"""Cache, overlap, budget and page size."""
 
 
 @dataclass
@@ -71,14 +65,17 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("setting", SETTINGS, ids=str)
-def test_tokens_equal_transformers(world: World, setting: Setting) -> None:
-    path = world.path(setting.family)
-    assert read_model_config(path).sliding_windows == WINDOWS[setting.family]
-    run_dir = world.directory / f"run{SETTINGS.index(setting)}"  # the path of a socket must be short
+@pytest.mark.parametrize(("name", "options"), mark_beyond_values(tuple(MODELS), OPTIONS), ids=str)
+def test_tokens_equal_transformers(world: World, name: str, options: tuple[str, bool, int, int]) -> None:
+    path = world.path(name)
+    assert read_model_config(path).sliding_windows == WINDOWS[name]
+    cache, overlap, budget, page_size = options
+    setting = Setting(name, cache, 1, overlap, budget, page_size)
+    # The path of a socket must be short.
+    run_dir = world.directory / f"run{list(MODELS).index(name)}{OPTIONS.index(options)}"
     outcome = serve(TensorParallelGroup(), setting, path, world.crowd, run_dir)
     assert outcome is not None and outcome.preempted > 0
-    assert (outcome.cached_tokens > 0) is (setting.cache == "radix")
+    assert (outcome.cached_tokens > 0) is (cache == "radix")
     assert all(len(output) == TOKENS for output in outcome.outputs)
     assert outcome.outputs == oracle_choices(load_reference(path), world.crowd, outcome.outputs)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from kernel_device import DEVICE, HALF, TOLERANCE, error, poison
 from paged_contexts import causal_attention
-from pairwise import mark_beyond_pairs
+from pairwise import mark_beyond_values
 
 from skiff_runtime.engine.shared_prefix import pack_work_items
 from skiff_runtime.kernels.fp8_tensors import E4M3
@@ -205,7 +205,7 @@ WINDOWS = (1, 3, 32, 70, 1000)
 
 
 @pytest.mark.parametrize(
-    "case, window, max_seq_len", mark_beyond_pairs(CASES_WITH_KV_DTYPE, WINDOWS, [1, 1 << 12]), ids=str
+    "case, window, max_seq_len", mark_beyond_values(CASES_WITH_KV_DTYPE, WINDOWS, [1, 1 << 12]), ids=str
 )
 def test_decode_attention_reads_only_the_window(
     case: tuple[int, int, int, int, torch.dtype, torch.dtype], window: int, max_seq_len: int
@@ -229,12 +229,12 @@ def test_decode_attention_reads_only_the_window(
     assert error(output, expected) < 2 * TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("page_size, kv, group, dim, dtype", CASES, ids=str)
+@pytest.mark.parametrize("case, window", mark_beyond_values(CASES, WINDOWS), ids=str)
 def test_prefill_attention_reads_only_the_window(
-    page_size: int, kv: int, group: int, dim: int, dtype: torch.dtype, window: int
+    case: tuple[int, int, int, int, torch.dtype], window: int
 ) -> None:
     """The tokens before the window of a chunk's first token are NaN. One chunk is longer than a block of queries."""
+    page_size, kv, group, dim, dtype = case
     lengths, starts = [40, 339, 30], [0, 150, 29]
     paged = Paged(lengths, page_size=page_size, kv=kv, dim=dim, dtype=dtype, seed=dim + 1)
     counts = np.subtract(lengths, starts)

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from skiff_runtime.kernels.lora import (
 )
 from skiff_runtime.kernels.triton.lora import add_lora as kernel
 from skiff_runtime.kernels.triton.lora.group_tokens import EPOCHS
-from skiff_runtime.kernels.tuning import LoraRule, LoraTile, LoraTuning, overridden, tuning_for
+from skiff_runtime.kernels.tuning import LoraRule, LoraTile, overridden, tuning_for
 from skiff_runtime.step import NO_LORA_SLOT
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -35,7 +36,8 @@ LAYERS = [(48, (32,)), (100, (64, 16, 16)), (200, (50, 50))]
 
 @contextmanager
 def use_tile(tile: LoraTile) -> Iterator[None]:
-    with overridden(replace(tuning_for(DEVICE), lora=LoraTuning(rules=(LoraRule(None, tile),)))):
+    tuning = tuning_for(DEVICE)
+    with overridden(replace(tuning, lora=replace(tuning.lora, rules=(LoraRule(None, tile),)))):
         yield
 
 
@@ -88,6 +90,17 @@ def test_every_variant_is_among_those_of_the_found_numbers_of_tokens() -> None:
     assert (
         variants(found) == variants(range(1, limit + 1)) > variants(1 << exponent for exponent in range(11))
     )
+
+
+def test_variants_of_large_steps_are_found_even_if_small_ones_have_the_same() -> None:
+    """Small steps may compute A x in the base product, and then launch no kernel of their variant."""
+    layers = [(4096, (4096,))]
+    limits: dict[str, Any] = {"max_loras": LORAS, "max_rank": 16, "dtype": HALF, "device": DEVICE}
+    small = kernel.find_token_counts_by_variant(layers, max_tokens=512, **limits)
+    found = kernel.find_token_counts_by_variant(layers, max_tokens=512, max_deferred=256, **limits)
+    variants = {choose_variant(tokens, *layers[0]) for tokens in range(257, 513)}
+    assert {choose_variant(tokens, *layers[0]) for tokens in found if tokens > 256} == variants
+    assert {choose_variant(tokens, *layers[0]) for tokens in small if tokens > 256} < variants
 
 
 def compute_exactly(
@@ -143,7 +156,7 @@ def test_products_of_mixed_adapters_are_added(
     assert torch.equal(out[untouched], before[untouched])
 
 
-@pytest.mark.parametrize(("max_rank", "tile", "dtype"), combine([1, 8, 20, 32, 64, 128], TILES, TYPES))
+@pytest.mark.parametrize(("max_rank", "tile", "dtype"), combine([1, 8, 20, 32, 40, 64, 128], TILES, TYPES))
 def test_every_rank_up_to_the_largest_is_added(max_rank: int, tile: LoraTile, dtype: torch.dtype) -> None:
     slots = [0, 1, NO_LORA_SLOT, 1, 2]
     x, out = noise(5, 80, dtype=dtype), noise(5, 48, dtype=dtype, seed=3)

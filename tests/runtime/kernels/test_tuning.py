@@ -12,8 +12,8 @@ from skiff_runtime.kernels.tuning import DEFAULT, HOPPER, TUNINGS, Tuning, overr
 CPU = torch.device("cpu")
 
 
-def test_devices_without_a_table_take_the_default() -> None:
-    assert tuning_for(CPU) is DEFAULT
+def test_a_cpu_has_its_own_numbers() -> None:
+    assert tuning_for(CPU) is tuning.CPU
 
 
 def test_a_gpu_takes_the_table_of_its_compute_capability(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,7 +34,7 @@ def test_override_ends_with_its_context_even_after_an_error() -> None:
             assert tuning_for(CPU) is second
             raise ValueError
         assert tuning_for(CPU) is first
-    assert tuning_for(CPU) is DEFAULT
+    assert tuning_for(CPU) is tuning.CPU
 
 
 @pytest.mark.parametrize("table", [DEFAULT, *TUNINGS.values()], ids=lambda table: table.measured_on)

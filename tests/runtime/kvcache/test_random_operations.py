@@ -24,7 +24,10 @@ from skiff_runtime.kvcache.prefix_cache import Int32, PrefixCache, PrefixHandle
 from skiff_runtime.kvcache.radix import RadixCache
 
 CACHES: dict[str, type[PrefixCache]] = {"radix": RadixCache, "naive": NaiveCache}
-EXAMPLES = int(os.environ.get("SKIFF_TEST_HISTORIES", "10000"))
+SHORT = 1_000
+"""Histories in ``make test``."""
+FULL = int(os.environ.get("SKIFF_TEST_HISTORIES", "10000"))
+"""Histories in ``make soak``."""
 
 
 @dataclass(eq=False)
@@ -201,21 +204,43 @@ class Interpreter:
         return hash_blocks(np.frombuffer(tokens, np.int32), self.size, parent=None, salt=salt)[-1]
 
 
-@settings(
-    max_examples=EXAMPLES,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow],
-)
-@given(
+HISTORIES = given(
     script=st.binary(min_size=30, max_size=300),
     page_size=st.sampled_from([1, 2, 4]),
     num_pages=st.integers(1, 20),
     cache=st.sampled_from(["radix", "radix", "radix", "naive"]),
 )
-def test_every_page_is_held_once_with_the_right_content(
-    script: bytes, page_size: int, num_pages: int, cache: str
-) -> None:
+
+
+def examples(count: int) -> settings:
+    """Return the settings of a test that draws ``count`` histories, always the same ones."""
+    return settings(
+        max_examples=count,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+
+
+def check_history(script: bytes, page_size: int, num_pages: int, cache: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(radix, "MAX_SNAPSHOT_PAGES", 2)  # so that changes come between the parts of a snapshot
         Interpreter(page_size, num_pages, cache).run(script)
+
+
+@examples(SHORT)
+@HISTORIES
+def test_every_page_is_held_once_with_the_right_content(
+    script: bytes, page_size: int, num_pages: int, cache: str
+) -> None:
+    check_history(script, page_size, num_pages, cache)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@examples(FULL)
+@HISTORIES
+def test_every_page_is_held_once_with_the_right_content_at_length(
+    script: bytes, page_size: int, num_pages: int, cache: str
+) -> None:
+    check_history(script, page_size, num_pages, cache)

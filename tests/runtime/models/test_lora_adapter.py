@@ -166,6 +166,9 @@ def test_scale_of_a_module(adapter: Path, changes: dict[str, Any], module: str, 
         ({"alpha_pattern": {"q_proj": "2"}}, "'q_proj' must be a number"),
         ({"r": ...}, "lacks 'r'"),
         ({"lora_alpha": ...}, "lacks 'lora_alpha'"),
+        ({"lora_alpha": 1e40}, "_proj' .* not finite"),
+        ({"lora_alpha": 1e300}, "_proj' .* not finite"),
+        ({"rank_pattern": {f"m{n}": 4 for n in range(5000)}}, "'rank_pattern' has more than 4096 entries"),
         ({"r": 16}, "has rank 16, but --max-lora-rank is 8"),
         ({"r": 5}, "has shape .4, 64., but this model and rank 5 need"),
     ],
@@ -232,6 +235,9 @@ def test_files_that_are_missing_or_damaged_are_refused_by_name(adapter: Path, la
         read(adapter, layers)
     weights.rename(adapter / "adapter_model.bin")
     with pytest.raises(ModelError, match=r"lacks adapter_model\.safetensors"):
+        read(adapter, layers)
+    (adapter / "adapter_config.json").write_text(" " * (2 << 20))
+    with pytest.raises(ModelError, match="larger than 1 MiB"):
         read(adapter, layers)
     (adapter / "adapter_config.json").write_text(json.dumps([]))
     with pytest.raises(ModelError, match="must contain a JSON object"):

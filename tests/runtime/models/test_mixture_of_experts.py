@@ -26,7 +26,7 @@ from skiff_runtime.config import Config, Quantization
 from skiff_runtime.distributed.tensor_parallel import TensorParallelGroup
 from skiff_runtime.errors import ConfigError, ModelError
 from skiff_runtime.kernels.constants import FP8_BLOCK
-from skiff_runtime.layers.moe import SparseMoeBlock
+from skiff_runtime.layers.moe import Experts, SparseMoeBlock
 from skiff_runtime.layers.moe_config import MoeConfig
 from skiff_runtime.layers.sharding import LayerContext, WeightShard
 from skiff_runtime.models.checkpoint_files import INDEX_FILE, SINGLE_FILE
@@ -568,6 +568,13 @@ def test_weights_of_experts_are_renormalized_if_the_model_requests_it(
     assert oracle_choices(load_reference(path), PROMPTS, outputs) == outputs
     edit_json(path / "config.json", norm_topk_prob=not renormalize)
     assert generate_greedy(path) != outputs
+
+
+def test_experts_in_fp8_whose_sizes_the_kernels_cannot_read_are_refused() -> None:
+    moe = MoeConfig(num_experts=8, top_k=2, intermediate_size=12, renormalize=True)
+    context = LayerContext(torch.bfloat16, torch.device("cuda"), quantization="fp8")
+    with pytest.raises(ConfigError, match="multiples of 8 on each rank, but one is 64 x 12"):
+        Experts(0, 64, moe, context)
 
 
 def test_expected_experts_are_those_of_random_choices() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from fp8_checkpoints import PROMPTS, generate_greedy
 from gpus import needs_gpus
+from pairwise import mark_beyond_values
 from quantized_checkpoints import assert_greedy, edit_tensors
 from quantized_formats import (
     FORMATS,
@@ -136,9 +137,13 @@ def test_tokens_equal_transformers_with_the_dequantized_weights(tmp_path: Path, 
     assert oracle_choices(load_reference(plain), PROMPTS, outputs) != outputs
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize(
-    "name", ["block-fp8", "tensor-fp8-static", "compressed-int4-asymmetric", "gptq-desc-act"]
+    ("name", "family"),
+    mark_beyond_values(
+        ("block-fp8", "tensor-fp8-static", "compressed-int4-asymmetric", "gptq-desc-act"),
+        ("llama", "qwen3"),
+        rounds=1,
+    ),
 )
 def test_tokens_of_other_families_equal_transformers(tmp_path: Path, name: str, family: str) -> None:
     shape = {**SHAPE, "head_dim": 64}

@@ -130,9 +130,48 @@ def test_kernels_of_quantized_checkpoints_are_compiled(compiled: dict[str, set[s
     assert set(QUANTIZED[name]) <= compiled[name], compiled[name]
 
 
-def test_every_kernel_of_a_step_is_compiled_once(build: Build) -> None:
-    """A second run compiles nothing, and a rank of two over an FP8 KV cache only what differs for it."""
-    model, directory, found = build.model, build.directory, build.kernels
+REFUSED: Final[dict[str, tuple[tuple[str, ...], dict[str, str], tuple[str, ...]]]] = {
+    "missing compiler": ((), {"CC": "/nowhere/cc"}, ("/nowhere/cc", "python3-dev")),
+    "failing compiler": ((), {"CC": "/bin/false"}, ("/bin/false", "python3-dev")),
+    "tp size": (("--tp", "3"), {}, ("--tp 3 does not divide",)),
+    "architecture": (("--arch", "hopper"), {}, ("--arch must be a compute capability",)),
+    "fp8": (
+        ("--arch", "8.6", "--quantization", "fp8", "--kv-cache-dtype", "fp8_e4m3"),
+        {},
+        ("need compute capability 8.9 or more",),
+    ),
+}
+"""Flags and variables of commands that compile nothing, and parts of their errors."""
+
+
+@dataclass(frozen=True)
+class LaterRuns:
+    """The command of ``build`` again, the times of the files that were there before, and the runs of ``REFUSED``."""
+
+    again: Run
+    before: dict[Path, int]
+    refused: dict[str, tuple[Run, Path]]
+    """Each with its directory."""
+
+
+@pytest.fixture(scope="module")
+def later(build: Build, tmp_path_factory: pytest.TempPathFactory) -> LaterRuns:
+    """All in one process, but not in that of ``build``, which has its kernels in memory and would not compile again."""
+    folder = tmp_path_factory.mktemp("refused")
+    model = make_model(folder / "model")
+    places = [folder / name for name in REFUSED]
+    commands = [
+        command(model, place, *flags, **variables)
+        for place, (flags, variables, _) in zip(places, REFUSED.values(), strict=True)
+    ]
+    before = times(build.directory)
+    again, *refused = prebuild(command(build.model, build.directory, "--quantization", "fp8"), *commands)
+    return LaterRuns(again, before, dict(zip(REFUSED, zip(refused, places, strict=True), strict=True)))
+
+
+def test_every_kernel_of_a_step_is_compiled_once(build: Build, later: LaterRuns) -> None:
+    """A second run compiles nothing."""
+    directory, found = build.directory, build.kernels
     assert sorted(build.run.compiled) == found
     for name in (
         "decode_attention_kernel",
@@ -157,13 +196,16 @@ def test_every_kernel_of_a_step_is_compiled_once(build: Build) -> None:
     for name in ("count_tokens_kernel", "apply_penalties_kernel", "apply_token_bitmask_kernel"):
         assert name in found
     assert_links(directory)
-    written = times(directory)
-    again, rank = prebuild(
-        command(model, directory, "--quantization", "fp8"),
-        command(model, directory, "--quantization", "fp8", "--kv-cache-dtype", "fp8_e4m3", "--tp", "2"),
-    )
-    assert (again.code, again.compiled) == (rank.code, []) == (0, []), (again.stderr, rank.stderr)
-    assert {path: at for path, at in times(directory).items() if at <= again.ended_ns} == written
+    again = later.again
+    assert (again.code, again.compiled) == (0, []), again.stderr
+    assert {path: at for path, at in times(directory).items() if at <= again.ended_ns} == later.before
+
+
+@pytest.mark.matrix
+def test_rank_of_two_over_an_fp8_cache_compiles_only_what_differs_for_it(build: Build) -> None:
+    flags = ("--quantization", "fp8", "--kv-cache-dtype", "fp8_e4m3", "--tp", "2")
+    [rank] = prebuild(command(build.model, build.directory, *flags))
+    assert rank.code == 0, rank.stderr
     assert "decode_attention_kernel" in rank.compiled and "sample_tokens_kernel" not in rank.compiled
 
 
@@ -182,36 +224,9 @@ def assert_links(directory: Path) -> None:
         assert needed == {b"libcuda.so.1"}
 
 
-REFUSED: Final[dict[str, tuple[tuple[str, ...], dict[str, str], tuple[str, ...]]]] = {
-    "missing compiler": ((), {"CC": "/nowhere/cc"}, ("/nowhere/cc", "python3-dev")),
-    "failing compiler": ((), {"CC": "/bin/false"}, ("/bin/false", "python3-dev")),
-    "tp size": (("--tp", "3"), {}, ("--tp 3 does not divide",)),
-    "architecture": (("--arch", "hopper"), {}, ("--arch must be a compute capability",)),
-    "fp8": (
-        ("--arch", "8.6", "--quantization", "fp8", "--kv-cache-dtype", "fp8_e4m3"),
-        {},
-        ("need compute capability 8.9 or more",),
-    ),
-}
-"""Flags and variables of commands that compile nothing, and parts of their errors."""
-
-
-@pytest.fixture(scope="module")
-def refused(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Run, Path]]:
-    """The run of each of ``REFUSED``, and its directory."""
-    folder = tmp_path_factory.mktemp("refused")
-    model = make_model(folder / "model")
-    places = [folder / name for name in REFUSED]
-    commands = [
-        command(model, place, *flags, **variables)
-        for place, (flags, variables, _) in zip(places, REFUSED.values(), strict=True)
-    ]
-    return dict(zip(REFUSED, zip(prebuild(*commands), places, strict=True), strict=True))
-
-
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_compiled_is_named(refused: dict[str, tuple[Run, Path]], name: str) -> None:
-    run, directory = refused[name]
+def test_what_cannot_be_compiled_is_named(later: LaterRuns, name: str) -> None:
+    run, directory = later.refused[name]
     assert run.code == 2, run.stderr
     assert [part for part in REFUSED[name][2] if part not in run.stderr] == [], run.stderr
     assert not kernels(directory)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scheduler_bench import EOS, Reply, SchedulerBench, generate, load
@@ -12,7 +13,8 @@ from simulated_engine import continuation
 
 from skiff_runtime.messages import AbortRequest, AdapterLoaded, AdapterRefused, FinishReason, UnloadAdapter
 
-LIVES = int(os.environ.get("SKIFF_TEST_LIVES", "700"))
+FULL = int(os.environ.get("SKIFF_TEST_LIVES", "700"))
+"""Histories in ``make soak``; in ``make test`` there are 100."""
 NUM_ADAPTERS = 5
 TURNS = 40
 
@@ -141,9 +143,20 @@ def check_reply(client: Client, outcome: Outcome, reply: Reply, life: AdapterLif
         assert (reply.tokens, reply.finish) == (tokens, FinishReason.LENGTH)
 
 
-@settings(max_examples=LIVES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(options=options, adapters=lives, crowd=crowds, turns=read_turns)
-def test_every_client_gets_the_tokens_of_its_adapter_and_one_end(
+HISTORIES = given(options=options, adapters=lives, crowd=crowds, turns=read_turns)
+
+
+def examples(count: int) -> settings:
+    """Return the settings of a test that draws ``count`` histories, always the same ones."""
+    return settings(
+        max_examples=count,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+def check_history(
     options: dict[str, Any], adapters: list[AdapterLife], crowd: list[Client], turns: int
 ) -> None:
     bench = SchedulerBench(enable_lora=True, **options)
@@ -169,12 +182,46 @@ def check_nothing_is_left(bench: SchedulerBench) -> None:
     assert bench.stats[-1].resident_adapters == bench.stats[-1].waiting_adapters == []
 
 
-@settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(options=options, adapters=lives, crowd=crowds, turns=read_turns)
-def test_two_schedulers_plan_in_lockstep(
+@examples(100)
+@HISTORIES
+def test_every_client_gets_the_tokens_of_its_adapter_and_one_end(
+    options: dict[str, Any], adapters: list[AdapterLife], crowd: list[Client], turns: int
+) -> None:
+    check_history(options, adapters, crowd, turns)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@examples(FULL)
+@HISTORIES
+def test_every_client_gets_the_tokens_of_its_adapter_and_one_end_at_length(
+    options: dict[str, Any], adapters: list[AdapterLife], crowd: list[Client], turns: int
+) -> None:
+    check_history(options, adapters, crowd, turns)
+
+
+def check_lockstep(
     options: dict[str, Any], adapters: list[AdapterLife], crowd: list[Client], turns: int
 ) -> None:
     ours, theirs = (SchedulerBench(enable_lora=True, **options) for _ in range(2))
     ours.store.turns = theirs.store.turns = turns
     assert run(ours, adapters, crowd)[1] == run(theirs, adapters, crowd)[1]
     assert ours.replies == theirs.replies and ours.store.reads == theirs.store.reads
+
+
+@examples(20)
+@HISTORIES
+def test_two_schedulers_plan_in_lockstep(
+    options: dict[str, Any], adapters: list[AdapterLife], crowd: list[Client], turns: int
+) -> None:
+    check_lockstep(options, adapters, crowd, turns)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@examples(100)
+@HISTORIES
+def test_two_schedulers_plan_in_lockstep_at_length(
+    options: dict[str, Any], adapters: list[AdapterLife], crowd: list[Client], turns: int
+) -> None:
+    check_lockstep(options, adapters, crowd, turns)

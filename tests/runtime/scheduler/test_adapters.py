@@ -143,6 +143,22 @@ def test_abort_of_a_request_that_is_due_lets_those_behind_it_start() -> None:
     assert bench.replies[2].tokens == continuation(PROMPT, 4, 1)
 
 
+def test_a_request_that_is_due_delays_nobody_while_its_adapter_is_read() -> None:
+    bench = make_bench(1, 2, 3, max_loras=1, max_cpu_loras=2)
+    bench.store.turns = 30
+    bench.put(generate(0, PROMPT, adapter_id=1))
+    bench.turn()
+    [held] = bench.scheduler._queue.held_back
+    held.times_overtaken = 10_000
+    bench.scheduler._adapters._due_is_stale = True
+    bench.put(generate(1, PROMPT, adapter_id=3))
+    for _ in range(15):
+        bench.turn()
+    assert bench.replies[1].finish == FinishReason.LENGTH and bench.replies.opened == [1]
+    bench.finish()
+    assert bench.replies[0].tokens == continuation(PROMPT, 4, 1)
+
+
 def test_adapters_beyond_host_memory_are_read_again() -> None:
     bench = make_bench(1, 2, 3, max_loras=1, max_cpu_loras=2)
     assert bench.store.reads == [1, 2, 3]

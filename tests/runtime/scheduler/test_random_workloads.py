@@ -16,7 +16,8 @@ from skiff_runtime.messages import AbortRequest, CompiledGrammar, FinishReason, 
 from skiff_runtime.scheduler.step_planner import PlannedStep
 
 FEW_QUEUED = 40
-LIVES = int(os.environ.get("SKIFF_TEST_LIVES", "700"))
+FULL = int(os.environ.get("SKIFF_TEST_LIVES", "700"))
+"""Lives of a scheduler in ``make soak``; in ``make test`` there are 100."""
 
 
 @dataclass(frozen=True)
@@ -215,11 +216,23 @@ def preempt_after(bench: SchedulerBench, steps: list[int]) -> None:
     planner._preempt = preempt_once  # type: ignore[method-assign]
 
 
-@settings(max_examples=LIVES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(options=options, population=crowds, flushes=flush_turns)
-def test_every_client_gets_its_tokens_and_one_end(
-    options: dict[str, Any], population: list[Client], flushes: list[int]
-) -> None:
+LIVES = given(options=options, population=crowds, flushes=flush_turns)
+LIVES_WITH_PREEMPTION = given(
+    options=options, population=crowds, steps=st.lists(st.integers(1, 30), min_size=1, max_size=8)
+)
+
+
+def examples(count: int) -> settings:
+    """Return the settings of a test that draws ``count`` lives of a scheduler, always the same ones."""
+    return settings(
+        max_examples=count,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+def check_life(options: dict[str, Any], population: list[Client], flushes: list[int]) -> None:
     bench = SchedulerBench(**options)
     watch_plans(bench)
     run_clients(bench, population, flushes)
@@ -227,11 +240,25 @@ def test_every_client_gets_its_tokens_and_one_end(
         check_reply(client, bench.replies[uid], options)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(options=options, population=crowds, steps=st.lists(st.integers(1, 30), min_size=1, max_size=8))
-def test_preemption_after_any_step_loses_nothing(
-    options: dict[str, Any], population: list[Client], steps: list[int]
+@examples(100)
+@LIVES
+def test_every_client_gets_its_tokens_and_one_end(
+    options: dict[str, Any], population: list[Client], flushes: list[int]
 ) -> None:
+    check_life(options, population, flushes)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@examples(FULL)
+@LIVES
+def test_every_client_gets_its_tokens_and_one_end_at_length(
+    options: dict[str, Any], population: list[Client], flushes: list[int]
+) -> None:
+    check_life(options, population, flushes)
+
+
+def check_preemption(options: dict[str, Any], population: list[Client], steps: list[int]) -> None:
     bench = SchedulerBench(**options)
     preempt_after(bench, steps)
     watch_plans(bench)
@@ -240,14 +267,46 @@ def test_preemption_after_any_step_loses_nothing(
         check_reply(client, bench.replies[uid], options)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(options=options, population=crowds, flushes=flush_turns)
-def test_two_schedulers_plan_in_lockstep(
-    options: dict[str, Any], population: list[Client], flushes: list[int]
+@examples(30)
+@LIVES_WITH_PREEMPTION
+def test_preemption_after_any_step_loses_nothing(
+    options: dict[str, Any], population: list[Client], steps: list[int]
 ) -> None:
+    check_preemption(options, population, steps)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@examples(200)
+@LIVES_WITH_PREEMPTION
+def test_preemption_after_any_step_loses_nothing_at_length(
+    options: dict[str, Any], population: list[Client], steps: list[int]
+) -> None:
+    check_preemption(options, population, steps)
+
+
+def check_lockstep(options: dict[str, Any], population: list[Client], flushes: list[int]) -> None:
     ours, theirs = SchedulerBench(**options), SchedulerBench(**options)
     assert run_clients(ours, population, flushes) == run_clients(theirs, population, flushes)
     assert ours.replies == theirs.replies
+
+
+@examples(20)
+@LIVES
+def test_two_schedulers_plan_in_lockstep(
+    options: dict[str, Any], population: list[Client], flushes: list[int]
+) -> None:
+    check_lockstep(options, population, flushes)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@examples(100)
+@LIVES
+def test_two_schedulers_plan_in_lockstep_at_length(
+    options: dict[str, Any], population: list[Client], flushes: list[int]
+) -> None:
+    check_lockstep(options, population, flushes)
 
 
 @pytest.mark.parametrize("overlap", [True, False])

@@ -30,7 +30,6 @@ def keep(_model: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "flags", "code", "message"),
     [
-        (keep, ["--page-size", "x"], EXIT_USAGE, "--page-size must be a whole number, not 'x'"),
         (keep, ["--max-model-len", "100000"], EXIT_USAGE, "--max-model-len 100000 exceeds"),
         (keep, ["--tp", "3"], EXIT_USAGE, "--tp 3 does not divide"),
         (break_config, [], EXIT_USAGE, "config.json is not valid JSON"),

@@ -82,6 +82,12 @@ def test_directory_without_an_adapter_is_named(uri: str) -> None:
         locate_adapter(uri, None)
 
 
+def test_path_that_cannot_be_looked_at_is_named() -> None:
+    """Some versions of Python raise for it, and others say that there is no such file."""
+    with pytest.raises(ConfigError, match=r"adapter_config.json"):
+        locate_adapter("/" + "a" * 300, None)
+
+
 def test_unknown_scheme_is_named() -> None:
     with pytest.raises(ConfigError, match="unknown scheme"):
         locate_adapter("ftp://host/adapter", None)

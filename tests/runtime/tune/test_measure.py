@@ -69,6 +69,7 @@ def make_workload(name: str, launches: Sequence[Launch]) -> Workload:
 
 def test_candidates_are_in_force_while_they_are_timed_and_choices_from_then_on() -> None:
     seen: list[tuple[int, int]] = []
+    before = tuning_for(CPU)
 
     def prepare(device: torch.device) -> Callable[[], Sequence[Launch]]:
         return lambda: [lambda: None]
@@ -85,7 +86,7 @@ def test_candidates_are_in_force_while_they_are_timed_and_choices_from_then_on()
     assert seen == [(64, present), (128, present), (128, 1), (128, 2), (128, present)]
     assert [measurement.chosen for measurement in found] == [128, 1]
     assert found[1].columns == (1, 2, present), "the present value is timed, too"
-    assert tuning_for(CPU) is DEFAULT
+    assert tuning_for(CPU) is before
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ pytest.importorskip("triton", reason="builds of torch for CPUs may come without 
 
 from skiff_runtime.kernels.tuning import (
     DEFAULT,
+    AppendedLoraTuning,
     GemvAllReduceTuning,
     GroupedGemmRule,
     PrefillChoiceTuning,
@@ -28,7 +29,10 @@ from skiff_runtime.kernels.tuning import DEFAULT, overridden
 from skiff_runtime.prebuild.offline_driver import use_offline_driver
 from skiff_runtime.tune.measure import replace_field
 from skiff_runtime.tune.tunables import TUNABLES
+from skiff_runtime.tune import moe_tunables, tunables
 
+# Two sets of inputs: further ones launch the same kernels.
+tunables.CACHE_BYTES, moe_tunables.CACHE_BYTES = 1, 1 << 20
 names = []
 triton.JITFunction.run = lambda kernel, *given, **options: names.append(kernel.fn.__name__)
 found = {}
@@ -70,6 +74,8 @@ UNMEASURED = {
     *(f"shared_prefix.{field.name}" for field in fields(SharedPrefixTuning)),
     *(f"prefill_choice.{field.name}" for field in fields(PrefillChoiceTuning)),
     *(f"lora.rules.{index}" for index in range(len(DEFAULT.lora.rules))),
+    "lora.early_outputs",
+    *(f"lora.appended.{field.name}" for field in fields(AppendedLoraTuning)),
     *(f"all_reduce.{index}" for index in range(len(DEFAULT.all_reduce))),
     *(f"gemv_all_reduce.{field.name}" for field in fields(GemvAllReduceTuning)),
 }

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from skiff_runtime.messages import ProfileSteps, RankInputs, ToLeader
+from skiff_runtime.messages import ProfileSteps, ToLeader
 from skiff_runtime.messages.transport import Endpoints, Receiver, Sender
 from skiff_runtime.step import StepPlan, StepResult
 from skiff_runtime.worker.rank import LeaderChannel
@@ -76,7 +76,7 @@ class Events(list[str]):
     def result(self) -> StepResult:
         return StepResult(ONE)
 
-    def send(self, message: RankInputs) -> None:
+    def send_encoded(self, data: bytes) -> None:
         self.append("rank 1 may launch")
 
     def start(self) -> None:

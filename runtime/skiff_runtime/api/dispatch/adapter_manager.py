@@ -125,7 +125,11 @@ class AdapterManager:
         if not self._config.enable_lora:
             raise InvalidRequest("this service has no adapters; start it with --enable-lora")
         if name in self._loading:
-            raise InvalidRequest(f"the adapter {name!r} is being loaded already", param="lora_name")
+            raise Unavailable(
+                f"the adapter {name!r} is being loaded already; retry shortly",
+                param="lora_name",
+                retry_after_seconds=RETRY_AFTER_SECONDS,
+            )
         check_new_adapter(
             name,
             model=self._model.name,

@@ -33,7 +33,8 @@ def _write_adapter(path: Path, model: ModelConfig, rank: int, generator: np.rand
             tensors[f"{name}.lora_{matrix}.weight"] = (2 * SPREAD * values).astype(np.float16)
     path.mkdir()
     save_file(tensors, path / ADAPTER_WEIGHTS)
-    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "bias": "none"}
+    modules = list(dict.fromkeys(name.rsplit(".", 1)[1] for name, *_ in _list_modules(model)))
+    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "bias": "none", "target_modules": modules}
     (path / ADAPTER_CONFIG).write_text(json.dumps(settings))
     return path
 

@@ -364,6 +364,8 @@ def _load_b(
     rows = b + (slot.to(tl.int64) * OUTPUTS + output) * MAX_RANK + r
     # In whole vectors of 16 bytes: a bound that depends on the rank alone would need a load for each number.
     is_read = (rank > 0) & (r < MAX_RANK) if MAX_RANK < 32 else r < (rank + 15) // 16 * 16
+    if MAX_RANK % 16 != 0:
+        is_read = is_read & (r < MAX_RANK)
     return tl.load(rows, (output < end) & is_read, 0.0)
 
 
@@ -526,10 +528,12 @@ def find_token_counts_by_variant(
     max_rank: int,
     dtype: torch.dtype,
     device: torch.device,
+    max_deferred: int = 0,
 ) -> list[int]:
     """Return numbers of tokens, of up to ``max_tokens``, that together launch every variant of the kernel that steps launch.
 
-    ``layers``: the inputs of each layer, and the outputs of its parts. For ahead-of-time compilation.
+    ``layers``: the inputs of each layer, and the outputs of its parts. Steps of up to ``max_deferred`` tokens may not launch
+    the kernel. For ahead-of-time compilation.
     """
     shapes = dict.fromkeys((inputs, tuple(sizes)) for inputs, sizes in layers)
     found: dict[tuple[Any, ...], int] = {}
@@ -545,7 +549,7 @@ def find_token_counts_by_variant(
                 device=device,
                 x_is_complete=False,
             )
-            found.setdefault((inputs, sizes, *options.values()), tokens)
+            found.setdefault((inputs, sizes, tokens <= max_deferred, *options.values()), tokens)
     return sorted(dict.fromkeys(found.values()))
 
 
