@@ -73,6 +73,17 @@ async def know_each_other(*routers: RunningRouter) -> None:
     await until(known)
 
 
+@contextlib.asynccontextmanager
+async def two_routers(replicas: Replicas, pod: FakePod) -> AsyncIterator[tuple[RunningRouter, RunningRouter]]:
+    """Run two replicas in front of a pod, which know each other."""
+    async with (
+        router(replicas.config(0, pod.address)) as one,
+        router(replicas.config(1, pod.address)) as two,
+    ):
+        await know_each_other(one, two)
+        yield one, two
+
+
 async def post(running: RunningRouter) -> httpx.Response:
     return await running.post(CHAT, {"model": "a"}, headers=HEADERS)
 
@@ -89,10 +100,8 @@ def test_requests_a_minute_are_those_of_all_replicas(tmp_path: Path) -> None:
     async def test() -> None:
         async with (
             pods(empty) as (pod,),
-            router(replicas.config(0, pod.address)) as one,
-            router(replicas.config(1, pod.address)) as two,
+            two_routers(replicas, pod) as (one, two),
         ):
-            await know_each_other(one, two)
             assert [(await post(each)).status_code for each in (one, one, two, two)] == [200] * 4
 
             async def known() -> bool:
@@ -114,10 +123,8 @@ def test_concurrency_is_that_of_all_replicas_and_freed_by_each(tmp_path: Path) -
     async def test() -> None:
         async with (
             pods(never) as (pod,),
-            router(replicas.config(0, pod.address)) as one,
-            router(replicas.config(1, pod.address)) as two,
+            two_routers(replicas, pod) as (one, two),
         ):
-            await know_each_other(one, two)
             running = [asyncio.create_task(post(one)) for _ in range(2)]
 
             async def in_progress() -> bool:

@@ -48,7 +48,7 @@ _REQUESTS_OF_SERVICE: Final = 16
 """Those of one InferenceService, so that slow downloads of one do not hold up the others."""
 _REQUESTS_OF_POD: Final = 2
 _MAX_FETCHERS: Final = 5
-"""Pods that download one adapter one after the other, each of which will not run again: it was evicted, for example."""
+"""Pods that may be created for one adapter's download: one that is evicted, for example, is replaced by another one."""
 _COLLECT_SECONDS: Final = 0.2
 """Events of this long cause one pass."""
 _ACTIVE_SECONDS: Final = 2.0
@@ -312,9 +312,8 @@ class LoRAController:
         self, key: Key, service: _Service, known: _Pod, pod: PodState, step: Step, admin_key: str
     ) -> None:
         """Send one request to a pod, and keep its result for the next pass."""
-        known.loaded.pop(
-            step.name, None
-        )  # whatever comes of this request, the pod may no longer serve that path
+        # Whatever comes of the request, the pod may no longer serve that path.
+        known.loaded.pop(step.name, None)
         async with service.requests, self._requests:
             if step.action == "unload":
                 fault = await self._pods.unload(pod.ip, admin_key, step.name)

@@ -201,7 +201,7 @@ def _add_expanded(
     first: int,
     size: int,
 ) -> None:
-    """Add B of a slot times inner [tokens, rank] to the ``size`` outputs of a part, the first of which is ``first``."""
+    """Multiply inner [tokens, rank] by B of a slot, and add the result to outputs ``first`` to ``first + size``, one part's."""
     rank = inner.shape[1]
     added = F.linear(inner.float(), weights.b[slot, first : first + size, :rank].float())
     out[tokens, first : first + size] = (out[tokens, first : first + size] + added).to(out.dtype)

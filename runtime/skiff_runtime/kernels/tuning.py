@@ -346,7 +346,7 @@ class LoraRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AppendedLoraTuning:
-    """Where A of all LoRA slots lies behind the rows of the base matrix (``triton.lora.expand``)."""
+    """Limits within which A of all LoRA slots is appended to the rows of the base matrix (``triton.lora.expand``)."""
 
     max_rows: int
     """The largest number of slots times their rank, for which A is appended."""
@@ -362,7 +362,7 @@ class LoraTuning:
 
     appended: AppendedLoraTuning
     early_outputs: int
-    """The largest layer of which ``add_lora`` reads one token's x while the GEMV runs."""
+    """The most outputs of a layer for which ``add_lora``, in a step of one token, reads x while the GEMV still runs."""
 
     rules: tuple[LoraRule, ...]
     """The first rule with enough tokens applies; the last one has no bound."""

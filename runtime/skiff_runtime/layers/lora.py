@@ -31,8 +31,7 @@ class LoraState:
         self.max_loras = max_loras
         self.max_rank = max_rank
         self._max_tokens = max_tokens
-        tuning = tuning_for(device).lora
-        self._appended, self._early_outputs = tuning.appended, tuning.early_outputs
+        self.tuning = tuning_for(device).lora
         self.workspace = LoraWorkspace(device, max_tokens=max_tokens, max_loras=max_loras, max_rank=max_rank)
         self.mapping: LoraMapping | None = None
 
@@ -47,21 +46,10 @@ class LoraState:
 
     def count_appended_rows(self, parts: int) -> int:
         """Return the rows for A of all slots of a layer of ``parts`` modules behind its base matrix; 0 if they are too many."""
-        rows, limits = self.max_loras * self.max_rank, self._appended
+        rows, limits = self.max_loras * self.max_rank, self.tuning.appended
         if rows > limits.max_rows or self.max_rank > limits.max_rank:
             return 0
         return -(-rows * parts // APPENDED_ROWS_MULTIPLE) * APPENDED_ROWS_MULTIPLE
-
-    def should_defer(self, tokens: int, parts: int) -> bool:
-        """Return whether a layer of ``parts`` modules, whose A is appended, leaves B (A x) of ``tokens`` tokens to the next kernel.
-
-        For one token the norm, which follows the layers of one module, would read the whole B by a single program.
-        """
-        return tokens * self.max_rank <= self._appended.max_elements and (tokens > 1 or parts > 1)
-
-    def should_read_early(self, tokens: int, outputs: int) -> bool:
-        """Return whether ``add`` reads x while a layer's product of ``tokens`` tokens and ``outputs`` outputs runs."""
-        return tokens > 1 or outputs <= self._early_outputs
 
     @property
     def is_active(self) -> bool:
@@ -172,12 +160,16 @@ class LoraLayer:
         add_lora(out, x, self.weights, self._state.mapping, x_is_complete=x_is_complete)
 
     def should_defer(self, tokens: int) -> bool:
-        """Return whether a step of ``tokens`` tokens should multiply by the appended rows, for ``defer``."""
-        return self._is_appended and self._state.should_defer(tokens, len(self.modules))
+        """Return whether a step of ``tokens`` tokens should multiply by the appended rows, for ``defer``.
+
+        For one token the norm, which follows the layers of one module, would read the whole B by a single program.
+        """
+        is_small = tokens * self._state.max_rank <= self._state.tuning.appended.max_elements
+        return self._is_appended and is_small and (tokens > 1 or len(self.modules) > 1)
 
     def should_read_early(self, tokens: int) -> bool:
         """Return whether ``add`` should read x while the base product of ``tokens`` tokens runs."""
-        return self._state.should_read_early(tokens, sum(self.weights.part_sizes))
+        return tokens > 1 or sum(self.weights.part_sizes) <= self._state.tuning.early_outputs
 
     def defer(self, product: torch.Tensor, x: torch.Tensor) -> DeferredExpand:
         """Return the output of x [T, inputs], whose ``product`` [T, outputs + appended rows] is that with all rows."""

@@ -46,8 +46,8 @@ LOADING_POLL_SECONDS: Final = 0.002
 MAX_MESSAGES_PER_TURN: Final = 256
 """Most messages handled in one turn, so that a flood of them does not stall the running batch."""
 MAX_BYTES_PER_TURN: Final = 256 << 20
-"""After so many bytes no further message is taken in a turn: with those of held requests, at most as many, and two more that are
-over the limit, a message to the other ranks stays below ``MAX_MESSAGE_BYTES``."""
+"""Bytes of messages after which a turn takes no more. The same limit holds for requests that the grammar gate releases, and the last
+message may exceed each, so that a message to the other ranks stays below ``MAX_MESSAGE_BYTES``."""
 COLLECTIVE_MARGIN_SECONDS: Final = 60.0
 """Time by which a collective outlasts the limits that end the service in an orderly way."""
 

@@ -4,7 +4,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -23,6 +23,7 @@ from skiff_runtime.messages import (
     NO_TOKEN,
     Drain,
     FinishReason,
+    GenerateRequest,
     PhaseReport,
     ServiceFailed,
     ServiceReady,
@@ -214,14 +215,19 @@ def wait_for_tokens(front: Frontend, count: int) -> None:
     wait_until(lambda: front.metric("skiff_generation_tokens_total") >= count)
 
 
+def begin_answers(front: Frontend, requests: Sequence[GenerateRequest]) -> None:
+    """Start requests, and wait until each has the first tokens of its answer."""
+    front.rank.start(*requests)
+    for request in requests:
+        front.rank.generate(request.uid, "boat")
+    wait_for_tokens(front, len(requests) * len(front.rank.encode("boat")))
+
+
 def test_drain_timeout_aborts_requests(model: Path) -> None:
     with running_frontend(model) as front, ThreadPoolExecutor(2) as pool:
         pending = [pool.submit(front.post, CHAT, **BODY, stream=stream) for stream in (False, True)]
         requests = [front.rank.request() for _ in pending]
-        front.rank.start(*requests)
-        for request in requests:
-            front.rank.generate(request.uid, "boat")
-        wait_for_tokens(front, 2 * len(front.rank.encode("boat")))
+        begin_answers(front, requests)
         front.api.send(Drain(timeout_seconds=0.5))
         replies = [each.result() for each in pending]
         assert [reply.status_code for reply in replies] == [503, 200]
@@ -242,10 +248,7 @@ def test_failure_ends_every_request_with_error(model: Path) -> None:
     with running_frontend(model) as front, ThreadPoolExecutor(4) as pool:
         pending = [pool.submit(front.post, CHAT, **BODY, stream=stream) for stream in (False, True, True)]
         requests = [front.rank.request() for _ in pending]
-        front.rank.start(*requests[:2])
-        for request in requests[:2]:
-            front.rank.generate(request.uid, "boat")
-        wait_for_tokens(front, 2 * len(front.rank.encode("boat")))
+        begin_answers(front, requests[:2])
         front.api.send(ServiceFailed(message="rank0 was killed by SIGKILL"))
         replies = [each.result() for each in pending]
         assert all("rank0 was killed by SIGKILL" in reply.text for reply in replies)
@@ -259,10 +262,7 @@ def test_bug_in_the_delivery_ends_every_request_with_an_error_and_then_the_proce
     with running_frontend(model) as front, ThreadPoolExecutor(4) as pool:
         pending = [pool.submit(front.post, CHAT, **BODY, stream=stream) for stream in (False, True)]
         requests = [front.rank.request() for _ in pending]
-        front.rank.start(*requests)
-        for request in requests:
-            front.rank.generate(request.uid, "boat")
-        wait_for_tokens(front, 2 * len(front.rank.encode("boat")))
+        begin_answers(front, requests)
         broken = TextBatch(  # its end has no usage
             uids=np.array([requests[0].uid], Wire.UID).tobytes(),
             texts=[""],

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 from cache_mirror import CacheMirror
-from hypothesis import HealthCheck, given, settings
+from histories import examples
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from skiff_runtime.kvcache import radix
@@ -212,23 +213,13 @@ HISTORIES = given(
 )
 
 
-def examples(count: int) -> settings:
-    """Return the settings of a test that draws ``count`` histories, always the same ones."""
-    return settings(
-        max_examples=count,
-        deadline=None,
-        derandomize=True,
-        suppress_health_check=[HealthCheck.too_slow],
-    )
-
-
 def check_history(script: bytes, page_size: int, num_pages: int, cache: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(radix, "MAX_SNAPSHOT_PAGES", 2)  # so that changes come between the parts of a snapshot
         Interpreter(page_size, num_pages, cache).run(script)
 
 
-@examples(SHORT)
+@examples(SHORT, [HealthCheck.too_slow])
 @HISTORIES
 def test_every_page_is_held_once_with_the_right_content(
     script: bytes, page_size: int, num_pages: int, cache: str
@@ -238,7 +229,7 @@ def test_every_page_is_held_once_with_the_right_content(
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-@examples(FULL)
+@examples(FULL, [HealthCheck.too_slow])
 @HISTORIES
 def test_every_page_is_held_once_with_the_right_content_at_length(
     script: bytes, page_size: int, num_pages: int, cache: str

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from histories import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from scheduler_bench import EOS, Reply, SchedulerBench, generate, load
 from simulated_engine import continuation
@@ -144,16 +145,6 @@ def check_reply(client: Client, outcome: Outcome, reply: Reply, life: AdapterLif
 
 
 HISTORIES = given(options=options, adapters=lives, crowd=crowds, turns=read_turns)
-
-
-def examples(count: int) -> settings:
-    """Return the settings of a test that draws ``count`` histories, always the same ones."""
-    return settings(
-        max_examples=count,
-        deadline=None,
-        derandomize=True,
-        suppress_health_check=list(HealthCheck),
-    )
 
 
 def check_history(

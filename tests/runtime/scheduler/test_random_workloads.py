@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from histories import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from scheduler_bench import EOS, UNPREDICTED, Reply, SchedulerBench, generate
 from simulated_engine import continuation, token_logprobs
@@ -220,16 +221,6 @@ LIVES = given(options=options, population=crowds, flushes=flush_turns)
 LIVES_WITH_PREEMPTION = given(
     options=options, population=crowds, steps=st.lists(st.integers(1, 30), min_size=1, max_size=8)
 )
-
-
-def examples(count: int) -> settings:
-    """Return the settings of a test that draws ``count`` lives of a scheduler, always the same ones."""
-    return settings(
-        max_examples=count,
-        deadline=None,
-        derandomize=True,
-        suppress_health_check=list(HealthCheck),
-    )
 
 
 def check_life(options: dict[str, Any], population: list[Client], flushes: list[int]) -> None:
