@@ -18,6 +18,8 @@ from skiff_operator.status import Problem
 from skiff_runtime import contract
 
 _NAME_CHARACTERS = 40
+_REQUESTS = {"cpu": "100m", "memory": "256Mi"}
+"""What the download of an adapter requests, unless ``spec.model.fetch.resources`` does."""
 
 
 def name(service: InferenceService, adapter: LoRAAdapter, failed_uid: str = "") -> str:
@@ -43,7 +45,12 @@ def build(
         contract.COMMAND_FETCH,
         *(contract.FLAG_MODEL, adapter.spec.uri),
         *(contract.FLAG_DOWNLOAD_DIR, volumes.adapters_directory(service)),
+        contract.FLAG_ADAPTER_ONLY,
     ]
+    # Not the server's requests: beside a server they would have to fit on the node a second time.
+    given = service.spec.model.fetch.resources
+    defaults = {name: amount for name, amount in _REQUESTS.items() if name not in given.get("limits", {})}
+    container["resources"]["requests"] = defaults | given.get("requests", {})
     access = credentials.variables(scheme, adapter.spec.credentials_secret_ref)
     endpoint = (
         credentials.endpoint(scheme, service.spec.model.endpoint) if scheme == service.source.scheme else []

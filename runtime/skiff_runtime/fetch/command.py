@@ -24,6 +24,7 @@ from skiff_runtime.contract import (
     ENV_S3_SESSION_TOKEN,
     EXIT_FETCH_FAILED,
     EXIT_OK,
+    FLAG_ADAPTER_ONLY,
     FLAG_DOWNLOAD_DIR,
     FLAG_HOST,
     FLAG_MODEL,
@@ -135,6 +136,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="download nothing: wait until another process has completed the model in the directory, which may be read-only",
     )
+    parser.add_argument(
+        FLAG_ADAPTER_ONLY,
+        action="store_true",
+        help="fail before the download if the URI is not that of a LoRA adapter",
+    )
     add_renamed_flags(parser, {"--cache-dir": FLAG_DOWNLOAD_DIR})
 
 
@@ -187,7 +193,9 @@ def _fetch(arguments: argparse.Namespace, peers: Peers | None) -> Path:
     if arguments.wait:
         path = wait_for_model(arguments.model, arguments.revision, cache_dir)
     else:
-        path = fetch_model(arguments.model, arguments.revision, cache_dir, peers=peers)
+        path = fetch_model(
+            arguments.model, arguments.revision, cache_dir, peers=peers, adapter_only=arguments.adapter_only
+        )
     try:
         find_or_convert_tokenizer(path, tokenizer_cache_dirs(arguments.download_dir))
     except ModelError as error:  # the server reports it again, and exits

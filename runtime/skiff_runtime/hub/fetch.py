@@ -63,15 +63,20 @@ def default_hub_cache() -> Path:
 
 
 def fetch(
-    reference: HubReference, cache_dir: Path, *, endpoint: str | None = None, peers: Peers | None = None
+    reference: HubReference,
+    cache_dir: Path,
+    *,
+    endpoint: str | None = None,
+    peers: Peers | None = None,
+    adapter_only: bool = False,
 ) -> Path:
     """Fetch a model into ``cache_dir`` (layout: ``model_cache.py``), verify it, and return its directory or GGUF file.
 
     A snapshot with a marker is returned without network. Otherwise the revision is resolved to a commit once, and the
     files that serving needs are downloaded; files that other tools have downloaded are only verified. If the hub cannot
     be reached, a complete snapshot in the cache is verified and served. ``peers`` come before the hub; they must have the
-    model. Only one process downloads a model at a time; the others wait for it and use its result. Raises ``FetchError``;
-    complete files are kept.
+    model. With ``adapter_only``, what is not a LoRA adapter is refused before it is downloaded. Only one process downloads a
+    model at a time; the others wait for it and use its result. Raises ``FetchError``; complete files are kept.
     """
     cache = ModelCache(cache_dir, reference)
     with disk_errors(cache_dir):
@@ -91,7 +96,7 @@ def fetch(
             cache.remove_stale_downloads()
             if peers is not None and (received := _fetch_from_peers(cache, reference, peers)) is not None:
                 return received
-            path = _fetch_locked(cache, reference, endpoint)
+            path = _fetch_locked(cache, reference, endpoint, adapter_only=adapter_only)
             cache.remove_peer_partials()
             return path
 
@@ -140,7 +145,9 @@ def _fetch_from_peers(cache: ModelCache, reference: HubReference, peers: Peers) 
         client.close()
 
 
-def _fetch_locked(cache: ModelCache, reference: HubReference, endpoint: str | None) -> Path:
+def _fetch_locked(
+    cache: ModelCache, reference: HubReference, endpoint: str | None, *, adapter_only: bool
+) -> Path:
     # Imported only for a download: a complete model needs neither the client nor its libraries.
     from skiff_runtime.hub.hub_client import HubClient, HubUnavailable
 
@@ -154,6 +161,8 @@ def _fetch_locked(cache: ModelCache, reference: HubReference, endpoint: str | No
                 raise
             log.warning("fetch_fell_back_to_cache", model=reference, commit=cached[0], reason=str(error))
             return cache.mark_verified(*cached)
+        if adapter_only:
+            listing.require_adapter()
         log.event("fetch_started", model=reference, commit=listing.commit, cache=cache.root)
         return _fetch_listing(cache, client, listing, reference)
 

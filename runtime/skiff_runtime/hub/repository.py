@@ -90,8 +90,13 @@ class RepositoryListing:
     @property
     def is_adapter(self) -> bool:
         """True for a LoRA adapter as peft writes it, without a model beside it."""
-        names = {file.name for file in self.files}
-        return ADAPTER_CONFIG in names and CONFIG not in names
+        return self._has(ADAPTER_CONFIG) and not self._has(CONFIG)
+
+    def require_adapter(self) -> None:
+        """Raise ``FetchError`` for a repository that is no adapter, before the files of a model are downloaded."""
+        if not self.is_adapter:
+            what = f"has a {CONFIG}, so it is a model" if self._has(CONFIG) else f"has no {ADAPTER_CONFIG}"
+            raise FetchError(f"this is no LoRA adapter: the top level of the source {what}")
 
     def config_files(self) -> list[RemoteFile]:
         """Return the configuration, tokenizer and template files, none of a GGUF model, and only one of an adapter.
@@ -129,6 +134,9 @@ class RepositoryListing:
                 "the repository has no *.safetensors and no *.gguf files, and Skiff reads no other weight format"
             )
         return [found[SINGLE]] if SINGLE in found else list(found.values())
+
+    def _has(self, name: str) -> bool:
+        return any(file.name == name for file in self.files)
 
     def _adapter_weights(self) -> list[RemoteFile]:
         found = [file for file in self.files if file.name == ADAPTER_WEIGHTS]

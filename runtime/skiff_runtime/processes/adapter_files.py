@@ -22,7 +22,7 @@ def locate_adapter(uri: str, download_dir: str | None) -> Path:
     Raises ``ConfigError`` for a URI that names none, and ``FetchError``.
     """
     if is_remote(uri):
-        path = fetch_model(uri, None, choose_hub_cache(download_dir))
+        path = fetch_model(uri, None, choose_hub_cache(download_dir), adapter_only=True)
     elif _SCHEME in uri.removeprefix(_FILE):
         raise ConfigError(
             f"{uri}: unknown scheme; give a directory, file:///path, hf://org/name, s3://bucket/prefix, gs://bucket/prefix "

@@ -36,14 +36,22 @@ def is_remote(uri: str) -> bool:
     return uri.startswith(HUB_SCHEME) or is_source_uri(uri)
 
 
-def fetch_model(uri: str, revision: str | None, cache_dir: Path, *, peers: Peers | None = None) -> Path:
-    """Fetch the model of an hf://, s3://, gs:// or oci:// URI, and return its directory, or its GGUF file.
+def fetch_model(
+    uri: str,
+    revision: str | None,
+    cache_dir: Path,
+    *,
+    peers: Peers | None = None,
+    adapter_only: bool = False,
+) -> Path:
+    """Fetch the model or adapter of an hf://, s3://, gs:// or oci:// URI, and return its directory, or its GGUF file.
 
-    ``peers`` come before the source; they must have the model. Raises ``ConfigError`` and ``FetchError``.
+    ``peers`` come before the source; they must have the model. With ``adapter_only``, what is not a LoRA adapter is refused
+    before it is downloaded; a packed one is unpacked first. Raises ``ConfigError`` and ``FetchError``.
     """
     if not is_source_uri(uri):
-        return fetch(parse_reference(uri, revision), cache_dir, peers=peers)
-    return fetch_source(_parse_source(uri, revision), cache_dir, peers=peers)
+        return fetch(parse_reference(uri, revision), cache_dir, peers=peers, adapter_only=adapter_only)
+    return fetch_source(_parse_source(uri, revision), cache_dir, peers=peers, adapter_only=adapter_only)
 
 
 def wait_for_model(uri: str, revision: str | None, cache_dir: Path) -> Path:
@@ -77,12 +85,18 @@ def find_fetched(uri: str, cache_dir: Path) -> Path | None:
     return DirectoryCache(cache_dir, parse_source(uri)).find_complete()
 
 
-def fetch_source(reference: SourceReference, cache_dir: Path, *, peers: Peers | None = None) -> Path:
+def fetch_source(
+    reference: SourceReference,
+    cache_dir: Path,
+    *,
+    peers: Peers | None = None,
+    adapter_only: bool = False,
+) -> Path:
     """Fetch a model into ``cache_dir`` (layout: ``directory_cache.py``), verify it, and return its directory.
 
-    A complete model is returned without network, even if the source has changed. ``peers`` come before the source. Only
-    one process downloads a model at a time; the others wait for it and use its result. Raises ``FetchError``; what has
-    arrived is kept.
+    A complete model is returned without network, even if the source has changed. ``peers`` and ``adapter_only`` as for
+    ``fetch_model``. Only one process downloads a model at a time; the others wait for it and use its result. Raises
+    ``FetchError``; what has arrived is kept.
     """
     cache = DirectoryCache(cache_dir, reference)
     with disk_errors(cache_dir):
@@ -95,7 +109,7 @@ def fetch_source(reference: SourceReference, cache_dir: Path, *, peers: Peers | 
                 return found
             if peers is not None and (received := _fetch_from_peers(cache, reference, peers)) is not None:
                 return received
-            return _fetch_locked(cache, reference, _connect(reference))
+            return _fetch_locked(cache, reference, _connect(reference), adapter_only=adapter_only)
 
 
 def _parse_source(uri: str, revision: str | None) -> SourceReference:
@@ -134,7 +148,12 @@ def _connect(reference: SourceReference) -> ModelSource:
 
 
 def _fetch_locked(
-    cache: DirectoryCache, reference: SourceReference, source: ModelSource, *, origin: str = "source"
+    cache: DirectoryCache,
+    reference: SourceReference,
+    source: ModelSource,
+    *,
+    origin: str = "source",
+    adapter_only: bool = False,
 ) -> Path:
     listing = source.list_objects()
     check_limits([each.size_bytes for each in (*listing.files, *listing.archives)], str(reference))
@@ -142,7 +161,7 @@ def _fetch_locked(
     log.event("fetch_started", model=reference, version=listing.version, cache=cache.root, source=origin)
     partial = cache.open_partial(version)
     extracted = _unpack(cache, source, listing, partial)
-    names = _download(cache, source, listing, partial, extracted)
+    names = _download(cache, source, listing, partial, extracted, adapter_only=adapter_only)
     path = cache.publish(partial, str(reference), listing.version, names, _sha256(listing, extracted))
     total = sum((path / name).stat().st_size for name in names)
     log.event("fetch_finished", model=reference, files=len(names), bytes=total, path=path)
@@ -183,6 +202,8 @@ def _download(
     listing: SourceListing,
     partial: Path,
     extracted: dict[str, int],
+    *,
+    adapter_only: bool,
 ) -> list[str]:
     """Download the files that serving needs, and return their names and those of extracted files that it needs."""
     target = partial / "files"
@@ -208,6 +229,8 @@ def _download(
             if "/" not in name or POOLING_CONFIG.fullmatch(name)
         ],
     )
+    if adapter_only:
+        repository.require_adapter()
     if repository.is_gguf:
         raise FetchError("the source has only GGUF files, which are served from hf:// or a directory")
     names: list[str] = []

@@ -50,6 +50,41 @@ def test_adapter_of_an_object_store(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert served_files(path) == SERVED
 
 
+def write_model(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"\0" * 50_000)
+    return folder
+
+
+def files_below(directory: Path) -> list[str]:
+    return [path.name for path in directory.rglob("*") if path.is_file() and path.stat().st_size]
+
+
+def test_a_model_of_a_hub_is_refused_as_an_adapter_before_its_download(tmp_path: Path) -> None:
+    write_model(tmp_path / "hub" / "acme" / "llama")
+    with running_hub(tmp_path / "hub") as hub:
+        reference, cache = parse_reference("hf://acme/llama"), tmp_path / "cache"
+        with pytest.raises(FetchError, match=r"no LoRA adapter: .* has a config\.json, so it is a model"):
+            fetch(reference, cache, endpoint=hub.url, adapter_only=True)
+        assert files_below(cache) == []
+        assert served_files(fetch(reference, cache, endpoint=hub.url)) == {"config.json", "model.safetensors"}
+
+
+def test_a_model_of_an_object_store_is_refused_as_an_adapter_before_its_download(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_model(tmp_path / "store" / "models" / "llama")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKSKIFF")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:1")
+    with running_s3(tmp_path / "store", access_key="AKSKIFF") as store:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", store.url)
+        with pytest.raises(FetchError, match="so it is a model"):
+            locate_adapter("s3://models/llama", str(tmp_path / "cache"))
+    assert files_below(tmp_path / "cache") == []
+
+
 def test_adapter_without_safetensors_is_refused_by_name() -> None:
     files = [RemoteFile(name, 1, "") for name in ("adapter_config.json", "adapter_model.bin")]
     with pytest.raises(FetchError, match=r"no adapter_model\.safetensors"):
