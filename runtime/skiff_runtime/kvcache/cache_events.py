@@ -3,6 +3,8 @@
 Nothing is recorded until ``PrefixCache.watch``. What is recorded then leaves with the results of the next step.
 """
 
+from collections import Counter
+
 import numpy as np
 
 from skiff_runtime.kvcache.namespace import CacheNamespace
@@ -19,6 +21,8 @@ class CacheEventLog:
         self._prompts: dict[int, bool] = {}
         self._blocks: list[KVEvent] = []
         self._is_snapshot = False
+        self._adapter_blocks: Counter[int] = Counter()
+        """How often the cache holds each KV block of an adapter: twice after the adapter was replaced by one of the same name."""
 
     @property
     def is_empty(self) -> bool:
@@ -29,6 +33,7 @@ class CacheEventLog:
         """Drop what is recorded: what follows is the whole content of the cache."""
         self._prompts.clear()
         self._blocks.clear()
+        self._adapter_blocks.clear()
         self._is_snapshot = True
 
     def record_prompt(self, block: int, *, stored: bool) -> None:
@@ -41,10 +46,22 @@ class CacheEventLog:
         """Record KV blocks that follow each other, behind the block ``parent``; ``token_ids`` as in ``KVBlocksStored``."""
         adapter = namespace.adapter_id, namespace.adapter_name
         self._blocks.append(KVBlocksStored(hashes, parent, token_ids, *adapter))
+        if namespace.adapter_id:
+            self._adapter_blocks.update(hashes)
 
     def record_removed(self, hashes: list[int]) -> None:
-        """Record KV blocks that are gone."""
-        self._blocks.append(KVBlocksRemoved(hashes))
+        """Record KV blocks that are gone, but for those that the cache holds once more under the same name."""
+        if gone := [each for each in hashes if self._remove_copy(each)]:
+            self._blocks.append(KVBlocksRemoved(gone))
+
+    def _remove_copy(self, block: int) -> bool:
+        """Count one copy of a block less, and return whether none is left."""
+        copies = self._adapter_blocks[block]
+        if copies > 1:
+            self._adapter_blocks[block] = copies - 1
+            return False
+        self._adapter_blocks.pop(block, None)
+        return True
 
     def take(self) -> CacheEvents | None:
         """Return what was recorded since the last call, or None if nothing was."""

@@ -3,10 +3,12 @@
 import numpy as np
 import pytest
 
+from skiff_runtime.kvcache.namespace import CacheNamespace
 from skiff_runtime.kvcache.page_allocator import PageAllocator
 from skiff_runtime.kvcache.page_pool import PagePool
 from skiff_runtime.kvcache.prefix_cache import InsertResult, Int32, PrefixCache
 from skiff_runtime.kvcache.radix import RadixCache
+from skiff_runtime.messages import KVBlocksRemoved
 
 
 def ints(*values: int) -> Int32:
@@ -89,6 +91,26 @@ def test_discard_removes_the_unlocked_sequences_of_a_salt_alone() -> None:
     assert cache.discard(b"one").tolist() == [4]
     assert cache.discard(b"three").tolist() == []
     cache.check()
+
+
+def test_blocks_of_a_replaced_adapter_are_held_until_its_last_copy_is_gone() -> None:
+    """Two adapters of one name have the same names of KV blocks, while streams of the replaced one go on."""
+    cache = RadixCache(1)
+    cache.watch(prompts=False, blocks=True)
+    cache.take_events()
+    replaced, replacing = (CacheNamespace(b"key", number, "sql") for number in (1, 2))
+    stored = []
+    for first, namespace in enumerate((replaced, replacing)):
+        insert(cache, ints(1, 2), ints(2 * first, 2 * first + 1), salt=namespace.encode())
+        events = cache.take_events()
+        assert events is not None
+        stored += [each.hashes for each in events.blocks]
+    assert stored[0] == stored[1]
+    cache.discard(CacheNamespace.adapter_prefix(1))
+    assert cache.take_events() is None
+    cache.discard(CacheNamespace.adapter_prefix(2))
+    events = cache.take_events()
+    assert events is not None and events.blocks == [KVBlocksRemoved(stored[0])]
 
 
 def test_sequences_of_different_salts_do_not_share_pages() -> None:
