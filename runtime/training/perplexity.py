@@ -36,7 +36,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "bfloat16": {},
     "FP8 weights": {"quantization": "fp8"},
     "FP8 KV cache": {"kv_cache_dtype": "fp8_e4m3"},
-    "both": {"quantization": "fp8", "kv_cache_dtype": "fp8_e4m3"},
+    "FP8 weights and KV cache": {"quantization": "fp8", "kv_cache_dtype": "fp8_e4m3"},
 }
 QUANTIZED = tuple(name for name in FORMATS if not name.endswith("static"))
 """Formats whose activations need no calibration."""

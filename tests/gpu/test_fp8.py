@@ -4,7 +4,7 @@ import pytest
 import torch
 from kernel_device import TOLERANCE, error
 
-from skiff_runtime.kernels.fp8 import fp8_linear, quantize_activations
+from skiff_runtime.kernels.fp8 import fp8_linear, fp8_linear_into, quantize_activations
 from skiff_runtime.kernels.fp8_tensors import (
     E4M3,
     FP8Weight,
@@ -40,6 +40,19 @@ def test_fp8_linear_equals_reference(
     product = fp8_linear(x, FP8Weight(weight, scales, tile_counters), added)
     assert product.dtype == dtype and product.shape == (tokens, outputs)
     assert error(product, expected) < TOLERANCE[torch.bfloat16 if dtype == torch.float16 else dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("tokens", [5, 512])
+def test_fp8_product_of_some_rows_is_written_where_they_belong(tokens: int, dtype: torch.dtype) -> None:
+    x = quantize_activations(noise(tokens + 6, 4096, dtype=dtype, seed=1))
+    values, scales = quantize_rows(noise(1024, 4096, dtype=torch.float32, seed=2))
+    weight = FP8Weight(values, scales, torch.zeros(1024, dtype=torch.int32, device="cuda"))
+    out = torch.zeros(tokens + 6, 1024, dtype=dtype, device="cuda")
+    rows = slice(4, 4 + tokens)
+    fp8_linear_into(x.select_rows(rows), weight, out[rows])
+    assert torch.equal(out[rows], fp8_linear(x.select_rows(rows), weight))
+    assert not out[:4].any() and not out[4 + tokens :].any()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

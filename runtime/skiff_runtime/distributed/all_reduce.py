@@ -144,13 +144,15 @@ class PeerToPeerAllReduce:
 
     def choose(self, x: torch.Tensor) -> Algorithm:
         """Return the algorithm by which a message of the shape and dtype of ``x`` is summed."""
-        if x.dtype not in DTYPES:
-            return Algorithm.NCCL
-        return choose_algorithm(x.nbytes, self._memory.ranks, self._limits)
+        return self._choose_for(x.nbytes, x.dtype)
 
     def can_reduce(self, x: torch.Tensor) -> bool:
         """Return whether messages of the shape and dtype of ``x`` are summed here, not by NCCL."""
-        return self.choose(x) is not Algorithm.NCCL
+        return self.can_reduce_bytes(x.nbytes, x.dtype)
+
+    def can_reduce_bytes(self, nbytes: int, dtype: torch.dtype) -> bool:
+        """Return whether messages of ``nbytes`` bytes are summed here, not by NCCL."""
+        return self._choose_for(nbytes, dtype) is not Algorithm.NCCL
 
     def can_fuse(self, x: torch.Tensor) -> bool:
         """Return whether the norm of rows [T, n] of the shape and dtype of ``x`` can be fused with their sum."""
@@ -259,6 +261,11 @@ class PeerToPeerAllReduce:
         found = find_limits(self._memory.ranks, self._limits)
         sizes = () if found is None else (found.low_latency, found.fused_one_shot)
         return sorted({size // row_bytes for size in sizes} - {0})
+
+    def _choose_for(self, nbytes: int, dtype: torch.dtype) -> Algorithm:
+        if dtype not in DTYPES:
+            return Algorithm.NCCL
+        return choose_algorithm(nbytes, self._memory.ranks, self._limits)
 
 
 def make_peer_memory(

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Final, Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,13 @@ if TYPE_CHECKING:
 
 STORE_FILE: Final = "ranks.store"
 _BACKENDS: Final = {"cpu": "gloo", "cuda": "nccl"}
+
+
+class PendingSum(Protocol):
+    """A sum over the ranks that has been started; ``dist.Work`` is one."""
+
+    def wait(self) -> object:
+        """Let what follows see the sum: kernels on a GPU, without blocking the host; on a CPU the caller."""
 
 
 class TensorParallelGroup:
@@ -85,6 +92,25 @@ class TensorParallelGroup:
         tensor = tensor.contiguous()
         self._sum(tensor)
         return tensor
+
+    def can_overlap(self, nbytes: int, dtype: torch.dtype) -> bool:
+        """Return whether a sum of ``nbytes`` bytes may be taken in parts by ``start_all_reduce``.
+
+        True for what NCCL sums, which does so on a stream of its own, and for float32 on a CPU. The answer depends on
+        size and dtype alone, so all ranks give the same one.
+        """
+        if self.tp_size == 1 or (self.device.type == "cpu" and dtype != torch.float32):
+            return False
+        return self._peers is None or not self._peers.can_reduce_bytes(nbytes, dtype)
+
+    def start_all_reduce(self, tensor: torch.Tensor) -> PendingSum:
+        """Start to sum a contiguous tensor over the ranks in place, beside whatever is launched next.
+
+        Until the caller has waited, it must not use or free the tensor, and must call no collective but this one. An
+        error or a timeout has the same effect as that of ``all_reduce``.
+        """
+        assert tensor.is_contiguous()
+        return self._start_sum(tensor)
 
     def all_reduce_add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
@@ -215,6 +241,12 @@ class TensorParallelGroup:
         """Sum ``tensor`` over the ranks in place."""
         dist.all_reduce(tensor)
 
+    def _start_sum(self, tensor: torch.Tensor) -> PendingSum:
+        """Start to sum ``tensor`` over the ranks in place."""
+        work: dist.Work | None = dist.all_reduce(tensor, async_op=True)
+        assert work is not None, "every rank belongs to the process group"
+        return work
+
     def _max(self, tensor: torch.Tensor) -> None:
         """Replace each element of ``tensor`` by the largest over the ranks."""
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
@@ -258,6 +290,10 @@ class DetachedRank(TensorParallelGroup):
         """Return rows [T, width] whose sums, with the norm behind them, together launch every fused kernel."""
         counts = [] if self._peers is None else self._peers.sample_row_counts(width * dtype.itemsize)
         return [torch.empty((rows, width), dtype=dtype, device=self.device) for rows in counts]
+
+    def can_overlap(self, nbytes: int, dtype: torch.dtype) -> bool:
+        """Return False: without other ranks there is no sum to start, and NCCL's kernels are not compiled here."""
+        return False
 
     @contextmanager
     def without_peers(self) -> Iterator[None]:

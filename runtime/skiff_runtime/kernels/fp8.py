@@ -125,6 +125,18 @@ def fp8_linear(
     return (product if bias is None else product + bias.float()).to(quantized.dtype)
 
 
+def fp8_linear_into(x: Activations, weight: FP8Weight, out: torch.Tensor, *, bound: float = math.inf) -> None:
+    """Write ``fp8_linear`` into out [T, outputs], bit for bit: for many tokens.
+
+    The library writes there itself in bfloat16; in other dtypes the product is copied.
+    """
+    quantized = x if isinstance(x, QuantizedActivations) else quantize_activations(x, bound)
+    if out.device.type == "cuda" and out.dtype == torch.bfloat16 and _is_library_product(quantized, weight):
+        _multiply_by_library(quantized, weight, out)
+    else:
+        out.copy_(fp8_linear(quantized, weight))
+
+
 def can_fuse_silu_and_mul(x: Activations) -> bool:
     """Return whether ``fused_fp8_linear_silu_and_mul`` computes the product of x, quantized or not yet, and fast."""
     values = x.values if isinstance(x, QuantizedActivations) else x
@@ -215,12 +227,27 @@ def _gpu_block_product(
 def _gpu_product(x: QuantizedActivations, weight: FP8Weight, bias: torch.Tensor | None) -> torch.Tensor:
     """Multiply by the GEMV for one token, stream-K for few, and the library for many."""
     from skiff_runtime.kernels.triton.fp8.fp8_gemv import fp8_gemv
-    from skiff_runtime.kernels.triton.fp8.stream_k_gemm import is_profitable, stream_k_gemm
+    from skiff_runtime.kernels.triton.fp8.stream_k_gemm import stream_k_gemm
 
     if x.values.dtype != E4M3:
         return fp8_gemv(x, weight, bias)
-    if is_profitable(x, weight):
+    if not _is_library_product(x, weight):
         return stream_k_gemm(x, weight, bias)
+    product = _multiply_by_library(x, weight).to(x.dtype)
+    return product if bias is None else product + bias
+
+
+def _is_library_product(x: QuantizedActivations, weight: FP8Weight) -> bool:
+    """Return whether a GPU multiplies by the library."""
+    from skiff_runtime.kernels.triton.fp8.stream_k_gemm import is_profitable
+
+    return x.values.dtype == E4M3 and not is_profitable(x, weight)
+
+
+def _multiply_by_library(
+    x: QuantizedActivations, weight: FP8Weight, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the product in bfloat16, which is ``out`` if given."""
     product: torch.Tensor = scaled_mm(
         x.values,
         weight.values.T,
@@ -228,6 +255,6 @@ def _gpu_product(x: QuantizedActivations, weight: FP8Weight, bias: torch.Tensor 
         scale_b=weight.scales.T,
         out_dtype=torch.bfloat16,
         use_fast_accum=True,
+        out=out,
     )
-    product = product.to(x.dtype)
-    return product if bias is None else product + bias
+    return product

@@ -22,6 +22,11 @@ def linear(
     return F.linear(x, weight, bias)
 
 
+def linear_into(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    """Write x [T, inputs] times weight [outputs, inputs] into out [T, outputs], by the library: for many tokens."""
+    torch.mm(x, weight.T, out=out)
+
+
 def fused_linear_silu_and_mul(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor | None:

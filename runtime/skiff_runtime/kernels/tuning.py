@@ -435,6 +435,18 @@ class AllReduceLimits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AllReduceOverlapTuning:
+    """Numbers by which ``layers.linear`` divides the rows of a product whose sum over the ranks overlaps with it."""
+
+    max_whole_rows: int
+    """Products of up to so many rows are not divided; at least the tokens of the largest prefill graph."""
+    max_chunks: int
+    """With 1, no product is divided."""
+    min_chunk_rows: int
+    """The rows of a product that justify one more chunk."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
     """All tuned numbers of one kind of GPU."""
 
@@ -468,6 +480,7 @@ class Tuning:
     prefill_choice: PrefillChoiceTuning
     all_reduce: tuple[AllReduceLimits, ...]
     """By ascending numbers of ranks."""
+    all_reduce_overlap: AllReduceOverlapTuning
     gemv_all_reduce: GemvAllReduceTuning
 
 
@@ -814,6 +827,9 @@ HOPPER: Final = Tuning(
             ranks=8, low_latency=64 << 10, one_shot=128 << 10, fused_one_shot=128 << 10, two_shot=32 << 20
         ),
     ),
+    # Two H200, ms of 16,384 rows by 4,096 and by 12,800 inputs, 5,120 outputs: whole 1.53 and 3.45, 2 chunks 1.54 and 3.50,
+    # 4 chunks 1.41 and 3.34, 8 chunks 1.46 and 3.47. Untuned for more ranks.
+    all_reduce_overlap=AllReduceOverlapTuning(max_whole_rows=4096, max_chunks=4, min_chunk_rows=2048),
     # Two H100, us for a layer of Qwen3-32B at batch 1, of two ranks. Untuned for more.
     gemv_all_reduce=GemvAllReduceTuning(
         # The bound between the two cases that were measured, 4,096 and 12,800 inputs.
@@ -838,9 +854,11 @@ TUNINGS: Final[dict[int, Tuning]] = {90: HOPPER}
 DEFAULT: Final = HOPPER
 """For GPUs on which nothing was measured."""
 CPU: Final = replace(
-    DEFAULT, lora=replace(DEFAULT.lora, appended=AppendedLoraTuning(max_rows=0, max_rank=0, max_elements=0))
+    DEFAULT,
+    lora=replace(DEFAULT.lora, appended=AppendedLoraTuning(max_rows=0, max_rank=0, max_elements=0)),
+    all_reduce_overlap=replace(DEFAULT.all_reduce_overlap, max_chunks=1),
 )
-"""For Triton's interpreter, and for PyTorch on a CPU, where no launch is saved."""
+"""For Triton's interpreter, and for PyTorch on a CPU, where no launch is saved, and where sums and products share the cores."""
 
 _overrides: Final[list[Tuning]] = []
 

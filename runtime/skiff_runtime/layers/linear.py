@@ -7,10 +7,13 @@ of the row-parallel layer after it are summed over the ranks.
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 
 from skiff_runtime.kernels.fp8 import Activations
+from skiff_runtime.kernels.fp8_tensors import QuantizedActivations
+from skiff_runtime.kernels.tuning import AllReduceOverlapTuning, tuning_for
 from skiff_runtime.layers.linear_weight import (
     LinearWeight,
     MatrixPart,
@@ -20,6 +23,9 @@ from skiff_runtime.layers.linear_weight import (
 from skiff_runtime.layers.lora import LinearOutput, LoraLayer, LoraModule
 from skiff_runtime.layers.partial_sum import LayerOutput, PartialProduct, PartialSum
 from skiff_runtime.layers.sharding import LayerContext, WeightShard, replicated_weight
+
+ROW_MULTIPLE: Final = 256
+"""Chunks of a product have a multiple of so many rows, so that none ends inside a tile of the library's kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +112,25 @@ class ColumnParallelLinear:
             yield prefix, self._lora
 
 
+def divide_rows(rows: int, tuning: AllReduceOverlapTuning) -> list[slice]:
+    """Return the chunks of a product of ``rows`` rows whose sums overlap with it; only one if it is not worth dividing.
+
+    Chunks are equal and a multiple of ``ROW_MULTIPLE``, except for the last one, which is smaller: its sum overlaps with
+    no product.
+    """
+    chunks = min(tuning.max_chunks, rows // tuning.min_chunk_rows)
+    if rows <= tuning.max_whole_rows or chunks <= 1:
+        return [slice(0, rows)]
+    size = -(-rows // (chunks * ROW_MULTIPLE)) * ROW_MULTIPLE
+    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
+
+
 class RowParallelLinear:
     """[T, this rank's inputs] -> [T, outputs]: with more than one rank a partial sum; the bias is added after the sum.
 
-    The product of a partial sum is left to the norm behind it where one launch computes both.
+    The product of a partial sum is left to the norm behind it where one launch computes both. With very many rows, as in
+    the prefill of long prompts, the layer returns the sum: the rows are divided into chunks, and the sum of each runs
+    while the next chunk is multiplied.
     """
 
     def __init__(self, name: str, inputs: int, outputs: int, *, bias: bool, context: LayerContext) -> None:
@@ -143,9 +164,43 @@ class RowParallelLinear:
             and self._group.can_fuse_linear(x, matrix)
         ):
             return PartialProduct(x, matrix, self._group)
+        chunks = self._divide_overlapped(x)
+        if len(chunks) > 1:
+            return self._multiply_and_sum(x, chunks)
         part = _apply(x, self.weight, self._lora)
         assert isinstance(part, torch.Tensor), "nothing is appended to a part of a sum"
         return PartialSum(part, self._group, self.bias)
+
+    def _divide_overlapped(self, x: Activations) -> list[slice]:
+        """Return the chunks of rows that ``_multiply_and_sum`` should take, or only one.
+
+        The answer depends on the sizes and dtype of the product, and on whether the step has adapters: so it is the same
+        on all ranks, and for a step that is captured in a CUDA graph and one that is not.
+        """
+        values = x.values if isinstance(x, QuantizedActivations) else x
+        whole = [slice(0, len(values))]
+        if self._context.has_adapters or not self.weight.supports_apply_into:
+            return whole
+        chunks = divide_rows(len(values), tuning_for(self._group.device).all_reduce_overlap)
+        nbytes = len(values) * self._shape[0] * x.dtype.itemsize
+        return chunks if len(chunks) > 1 and self._group.can_overlap(nbytes, x.dtype) else whole
+
+    def _multiply_and_sum(self, x: Activations, chunks: list[slice]) -> torch.Tensor:
+        """Return the sum over the ranks [T, outputs], with the bias: each chunk's sum runs beside the next product.
+
+        Products and sums are in place in one output, so no more memory is needed than for ``PartialSum``. All sums have
+        been waited for on return, so none outlives the output's memory, or the part of a step that a CUDA graph captures.
+        """
+        values = x.values if isinstance(x, QuantizedActivations) else x
+        out = torch.empty((len(values), self._shape[0]), dtype=x.dtype, device=values.device)
+        sums = []
+        for rows in chunks:
+            part = x[rows] if isinstance(x, torch.Tensor) else x.select_rows(rows)
+            self.weight.apply_into(part, out[rows])
+            sums.append(self._group.start_all_reduce(out[rows]))
+        for each in sums:
+            each.wait()
+        return out if self.bias is None else out.add_(self.bias)
 
     def weight_shards(self, prefix: str) -> Iterator[WeightShard]:
         """Yield the shards of the checkpoint's tensors that fill this layer."""

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import ClassVar, Final
 
 import torch
 
@@ -15,6 +15,7 @@ from skiff_runtime.kernels.fp8 import (
     block_fp8_linear,
     can_fuse_silu_and_mul,
     fp8_linear,
+    fp8_linear_into,
     fused_fp8_linear_silu_and_mul,
     quantize_activations,
     quantize_grouped_activations,
@@ -22,7 +23,7 @@ from skiff_runtime.kernels.fp8 import (
 )
 from skiff_runtime.kernels.fp8_tensors import BlockFP8Weight, QuantizedActivations, empty_fp8_weight
 from skiff_runtime.kernels.int4_tensors import PER_WORD, Int4Weight
-from skiff_runtime.kernels.linear import fused_linear_silu_and_mul, linear
+from skiff_runtime.kernels.linear import fused_linear_silu_and_mul, linear, linear_into
 from skiff_runtime.kernels.w4a16 import int4_linear
 from skiff_runtime.layers.sharding import LayerContext, WeightShard
 from skiff_runtime.layers.tensor_converters import (
@@ -77,6 +78,9 @@ class MatrixPart:
 class LinearWeight(ABC):
     """A matrix [outputs, inputs]."""
 
+    supports_apply_into: ClassVar[bool] = False
+    """Products in this format can be written into memory that is given, by ``apply_into``."""
+
     @property
     def unquantized(self) -> torch.Tensor | None:
         """The matrix in the model's dtype; ``None`` in other formats."""
@@ -90,6 +94,10 @@ class LinearWeight(ABC):
     @abstractmethod
     def apply(self, x: Activations, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Multiply: [T, inputs] -> [T, outputs], in the model's dtype."""
+
+    def apply_into(self, x: Activations, out: torch.Tensor) -> None:
+        """Write the product of many tokens into out [T, outputs], in the model's dtype."""
+        raise NotImplementedError
 
     def fused_silu_and_mul(self, x: Activations, bias: torch.Tensor | None = None) -> torch.Tensor | None:
         """Return ``silu_and_mul`` of ``apply``, bit for bit, by one kernel; ``None`` where there is none, or no faster one.
@@ -108,6 +116,8 @@ class LinearWeight(ABC):
 
 class UnquantizedLinearWeight(LinearWeight):
     """A matrix in the model's dtype."""
+
+    supports_apply_into = True
 
     def __init__(self, outputs: int, inputs: int, context: LayerContext, appended_rows: int = 0) -> None:
         self._all_rows = context.empty(outputs + appended_rows, inputs)
@@ -136,6 +146,10 @@ class UnquantizedLinearWeight(LinearWeight):
         assert isinstance(x, torch.Tensor)
         return linear(x, self.values, bias)
 
+    def apply_into(self, x: Activations, out: torch.Tensor) -> None:
+        assert isinstance(x, torch.Tensor)
+        linear_into(x, self.values, out)
+
     def apply_late(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Multiply; the kernel that is launched next starts only after ``x`` is complete."""
         return linear(x, self.values, bias, late=True)
@@ -155,6 +169,8 @@ class UnquantizedLinearWeight(LinearWeight):
 class Fp8LinearWeight(LinearWeight):
     """A matrix in FP8 (e4m3) with one scale per output, or per module. Activations have one scale per token, or one."""
 
+    supports_apply_into = True
+
     def __init__(
         self, outputs: int, inputs: int, context: LayerContext, weight_format: Fp8Format, parts: int
     ) -> None:
@@ -173,9 +189,16 @@ class Fp8LinearWeight(LinearWeight):
 
     def apply(self, x: Activations, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Multiply with scales; quantize ``x`` if it is not yet."""
-        if self._input_scales is not None and isinstance(x, torch.Tensor):
-            x = quantize_static_activations(x, self._input_scales)
-        return fp8_linear(x, self.matrix, bias, bound=self._scale_ub)
+        return fp8_linear(self._quantize_static(x), self.matrix, bias, bound=self._scale_ub)
+
+    def apply_into(self, x: Activations, out: torch.Tensor) -> None:
+        fp8_linear_into(self._quantize_static(x), self.matrix, out, bound=self._scale_ub)
+
+    def _quantize_static(self, x: Activations) -> Activations:
+        """Quantize ``x`` if it is not yet, and if the checkpoint has its scales."""
+        if self._input_scales is None or not isinstance(x, torch.Tensor):
+            return x
+        return quantize_static_activations(x, self._input_scales)
 
     def fused_silu_and_mul(self, x: Activations, bias: torch.Tensor | None = None) -> torch.Tensor | None:
         """Multiply one token by a GEMV; quantize ``x`` if it is not yet."""

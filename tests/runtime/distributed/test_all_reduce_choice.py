@@ -19,7 +19,7 @@ from skiff_runtime.distributed.all_reduce import (
     choose_algorithm,
     make_peer_memory,
 )
-from skiff_runtime.distributed.tensor_parallel import TensorParallelGroup
+from skiff_runtime.distributed.tensor_parallel import DetachedRank, TensorParallelGroup
 from skiff_runtime.errors import CollectiveTimeout, ConfigError
 from skiff_runtime.kernels.tuning import HOPPER, AllReduceLimits
 from skiff_runtime.processes.resolve import resolve
@@ -64,6 +64,33 @@ def test_integers_are_left_to_nccl() -> None:
     peers = PeerToPeerAllReduce.detached(2, torch.device("cpu"))
     assert peers.can_reduce(torch.empty(64)) and not peers.can_reduce(torch.empty(64, dtype=torch.int64))
     assert peers.can_fuse(torch.empty(3, 64)) and not peers.can_fuse(torch.empty(3, 63))
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "dtype", "overlaps"),
+    [
+        (1 << 20, torch.bfloat16, False),
+        ((1 << 20) + 16, torch.bfloat16, True),
+        ((1 << 20) - 8, torch.bfloat16, True),
+        (1 << 10, torch.int64, True),
+    ],
+)
+def test_sums_in_chunks_are_those_of_nccl(nbytes: int, dtype: torch.dtype, overlaps: bool) -> None:
+    peers = PeerToPeerAllReduce.detached(2, torch.device("cpu"))
+    peers._limits = LIMITS
+    group = TensorParallelGroup(0, 2, torch.device("cuda", 0))
+    assert group.can_overlap(nbytes, dtype)
+    group._peers = peers
+    assert group.can_overlap(nbytes, dtype) is overlaps
+    assert peers.can_reduce(torch.empty(nbytes // dtype.itemsize, dtype=dtype)) is not overlaps
+
+
+def test_sums_in_chunks_need_other_ranks_and_on_a_cpu_float32() -> None:
+    size = 1 << 30
+    assert not TensorParallelGroup(0, 1, torch.device("cuda", 0)).can_overlap(size, torch.bfloat16)
+    assert TensorParallelGroup(1, 2).can_overlap(size, torch.float32)
+    assert not TensorParallelGroup(1, 2).can_overlap(size, torch.bfloat16)
+    assert not DetachedRank(0, 2).can_overlap(size, torch.float32)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tiny_models import load_reference, make_model, oracle_choices
 from transformers import DynamicCache
 
-from skiff_runtime.kernels.fp8 import fp8_linear
+from skiff_runtime.kernels.fp8 import fp8_linear, fp8_linear_into, quantize_activations
 from skiff_runtime.kernels.fp8_tensors import (
     E4M3,
     FP8_MAX,
@@ -63,6 +63,20 @@ def test_fp8_linear_equals_the_product_of_the_quantized_values(tokens: int, bias
     torch.testing.assert_close(fp8_linear(x, weight, added).double(), exact, rtol=1e-5, atol=1e-4)
     original = x.double() @ unquantized.double().T + (0 if added is None else added.double())
     assert (exact - original).norm() / original.norm() < 0.05
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_fp8_product_of_some_rows_is_written_where_they_belong(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x = (torch.randn(7, 48) * 3).to(dtype)
+    weight = FP8Weight(*quantize_rows(torch.randn(32, 48)), torch.zeros(32, dtype=torch.int32))
+    out = torch.zeros(7, 32, dtype=dtype)
+    fp8_linear_into(x[2:5], weight, out[2:5], bound=2.0)
+    assert torch.equal(out[2:5], fp8_linear(x[2:5], weight, bound=2.0))
+    assert not out[:2].any() and not out[5:].any()
+    quantized = quantize_activations(x)
+    fp8_linear_into(quantized.select_rows(slice(5, 7)), weight, out[5:])
+    assert torch.equal(out[5:], fp8_linear(quantized, weight)[5:])
 
 
 def test_fp8_pool_stores_keys_and_values_and_saturates() -> None:

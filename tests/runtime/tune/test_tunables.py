@@ -11,6 +11,7 @@ pytest.importorskip("triton", reason="builds of torch for CPUs may come without 
 
 from skiff_runtime.kernels.tuning import (
     DEFAULT,
+    AllReduceOverlapTuning,
     AppendedLoraTuning,
     GemvAllReduceTuning,
     GroupedGemmRule,
@@ -77,6 +78,7 @@ UNMEASURED = {
     "lora.early_outputs",
     *(f"lora.appended.{field.name}" for field in fields(AppendedLoraTuning)),
     *(f"all_reduce.{index}" for index in range(len(DEFAULT.all_reduce))),
+    *(f"all_reduce_overlap.{field.name}" for field in fields(AllReduceOverlapTuning)),
     *(f"gemv_all_reduce.{field.name}" for field in fields(GemvAllReduceTuning)),
 }
 """Bounds that divide cases, tiles of rare models, and numbers that only a whole engine or several GPUs can judge."""
