@@ -47,6 +47,7 @@ def running_s3(
 
 class _Handler(SourceHandler):
     source: FakeS3
+    _is_streaming = False
 
     def answer(self) -> None:
         parts = urlsplit(self.path)
@@ -113,9 +114,15 @@ class _Handler(SourceHandler):
         with self.source.lock:
             self.source.streams += 1
             self.source.most_streams = max(self.source.most_streams, self.source.streams)
+        self._is_streaming = True
         try:
             self.send_body(body, fault)
         finally:
+            self.end_stream()
+
+    def end_stream(self) -> None:
+        if self._is_streaming:
+            self._is_streaming = False
             with self.source.lock:
                 self.source.streams -= 1
 

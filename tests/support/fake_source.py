@@ -115,18 +115,24 @@ class SourceHandler(BaseHTTPRequestHandler):
             self.send_header(key, value)
         self.end_headers()
 
+    def end_stream(self) -> None:
+        """Note that the client is about to have the whole body."""
+
     def send_body(self, content: bytes, fault: Fault) -> None:
         """Send the content, damaged or cut off as the fault says, no faster than the source may."""
         body = bytearray(content)
         if fault.corrupt:
             body[0] ^= 0xFF
-        for start in range(0, len(body[: fault.cut_after_bytes]), CHUNK_BYTES):
-            chunk = body[: fault.cut_after_bytes][start : start + CHUNK_BYTES]
+        sent = body[: fault.cut_after_bytes]
+        for start in range(0, len(sent), CHUNK_BYTES):
+            chunk = sent[start : start + CHUNK_BYTES]
+            if self.source.bytes_per_second:
+                time.sleep(len(chunk) / self.source.bytes_per_second)
+            if start + CHUNK_BYTES >= len(sent):
+                self.end_stream()  # not behind the last byte: the client may have begun its next request by then
             try:
                 self.wfile.write(chunk)
             except OSError:
                 break
-            if self.source.bytes_per_second:
-                time.sleep(len(chunk) / self.source.bytes_per_second)
         if fault.cut_after_bytes is not None:
             self.close_connection = True
