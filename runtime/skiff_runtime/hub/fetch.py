@@ -75,8 +75,8 @@ def fetch(
     A snapshot with a marker is returned without network. Otherwise the revision is resolved to a commit once, and the
     files that serving needs are downloaded; files that other tools have downloaded are only verified. If the hub cannot
     be reached, a complete snapshot in the cache is verified and served. ``peers`` come before the hub; they must have the
-    model. With ``adapter_only``, what is not a LoRA adapter is refused before it is downloaded. Only one process downloads a
-    model at a time; the others wait for it and use its result. Raises ``FetchError``; complete files are kept.
+    model. Only one process downloads a model at a time; the others wait for it and use its result. Raises ``FetchError``;
+    complete files are kept. With ``adapter_only``, raises ``ConfigError`` for what is not a LoRA adapter, before its download.
     """
     cache = ModelCache(cache_dir, reference)
     with disk_errors(cache_dir):
@@ -162,7 +162,7 @@ def _fetch_locked(
             log.warning("fetch_fell_back_to_cache", model=reference, commit=cached[0], reason=str(error))
             return cache.mark_verified(*cached)
         if adapter_only:
-            listing.require_adapter()
+            listing.require_adapter(str(reference))
         log.event("fetch_started", model=reference, commit=listing.commit, cache=cache.root)
         return _fetch_listing(cache, client, listing, reference)
 

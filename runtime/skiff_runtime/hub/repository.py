@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Final
 
-from skiff_runtime.errors import FetchError
+from skiff_runtime.errors import ConfigError, FetchError
 from skiff_runtime.gguf.header import SUFFIX
 from skiff_runtime.gguf.selection import select_by_quant_type
 
@@ -92,11 +92,11 @@ class RepositoryListing:
         """True for a LoRA adapter as peft writes it, without a model beside it."""
         return self._has(ADAPTER_CONFIG) and not self._has(CONFIG)
 
-    def require_adapter(self) -> None:
-        """Raise ``FetchError`` for a repository that is no adapter, before the files of a model are downloaded."""
+    def require_adapter(self, uri: str) -> None:
+        """Raise ``ConfigError`` if the source at ``uri`` is no adapter, before the files of a model are downloaded."""
         if not self.is_adapter:
-            what = f"has a {CONFIG}, so it is a model" if self._has(CONFIG) else f"has no {ADAPTER_CONFIG}"
-            raise FetchError(f"this is no LoRA adapter: the top level of the source {what}")
+            why = f"has a {CONFIG}, as a model has" if self._has(CONFIG) else f"has no {ADAPTER_CONFIG}"
+            raise ConfigError(f"{uri}: no adapter found: the top level of the source {why}")
 
     def config_files(self) -> list[RemoteFile]:
         """Return the configuration, tokenizer and template files, none of a GGUF model, and only one of an adapter.

@@ -47,7 +47,7 @@ def fetch_model(
     """Fetch the model or adapter of an hf://, s3://, gs:// or oci:// URI, and return its directory, or its GGUF file.
 
     ``peers`` come before the source; they must have the model. With ``adapter_only``, what is not a LoRA adapter is refused
-    before it is downloaded; a packed one is unpacked first. Raises ``ConfigError`` and ``FetchError``.
+    by ``ConfigError`` before it is downloaded; a packed one is unpacked first. Raises ``ConfigError`` and ``FetchError``.
     """
     if not is_source_uri(uri):
         return fetch(parse_reference(uri, revision), cache_dir, peers=peers, adapter_only=adapter_only)
@@ -161,7 +161,9 @@ def _fetch_locked(
     log.event("fetch_started", model=reference, version=listing.version, cache=cache.root, source=origin)
     partial = cache.open_partial(version)
     extracted = _unpack(cache, source, listing, partial)
-    names = _download(cache, source, listing, partial, extracted, adapter_only=adapter_only)
+    names = _download(
+        cache, source, listing, partial, extracted, adapter_uri=str(reference) if adapter_only else None
+    )
     path = cache.publish(partial, str(reference), listing.version, names, _sha256(listing, extracted))
     total = sum((path / name).stat().st_size for name in names)
     log.event("fetch_finished", model=reference, files=len(names), bytes=total, path=path)
@@ -203,9 +205,12 @@ def _download(
     partial: Path,
     extracted: dict[str, int],
     *,
-    adapter_only: bool,
+    adapter_uri: str | None,
 ) -> list[str]:
-    """Download the files that serving needs, and return their names and those of extracted files that it needs."""
+    """Download the files that serving needs, and return their names and those of extracted files that it needs.
+
+    ``adapter_uri`` is given if the source must be an adapter.
+    """
     target = partial / "files"
     folder = _find_folder([*(each.name for each in listing.files), *extracted])
     files = {
@@ -229,8 +234,8 @@ def _download(
             if "/" not in name or POOLING_CONFIG.fullmatch(name)
         ],
     )
-    if adapter_only:
-        repository.require_adapter()
+    if adapter_uri is not None:
+        repository.require_adapter(adapter_uri)
     if repository.is_gguf:
         raise FetchError("the source has only GGUF files, which are served from hf:// or a directory")
     names: list[str] = []

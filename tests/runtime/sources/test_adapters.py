@@ -65,7 +65,7 @@ def test_a_model_of_a_hub_is_refused_as_an_adapter_before_its_download(tmp_path:
     write_model(tmp_path / "hub" / "acme" / "llama")
     with running_hub(tmp_path / "hub") as hub:
         reference, cache = parse_reference("hf://acme/llama"), tmp_path / "cache"
-        with pytest.raises(FetchError, match=r"no LoRA adapter: .* has a config\.json, so it is a model"):
+        with pytest.raises(ConfigError, match=r"hf://acme/llama@main: no adapter found: .* has a config\.json"):
             fetch(reference, cache, endpoint=hub.url, adapter_only=True)
         assert files_below(cache) == []
         assert served_files(fetch(reference, cache, endpoint=hub.url)) == {"config.json", "model.safetensors"}
@@ -80,7 +80,7 @@ def test_a_model_of_an_object_store_is_refused_as_an_adapter_before_its_download
     monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:1")
     with running_s3(tmp_path / "store", access_key="AKSKIFF") as store:
         monkeypatch.setenv("AWS_ENDPOINT_URL", store.url)
-        with pytest.raises(FetchError, match="so it is a model"):
+        with pytest.raises(ConfigError, match=r"s3://models/llama: no adapter found: .* has a config\.json"):
             locate_adapter("s3://models/llama", str(tmp_path / "cache"))
     assert files_below(tmp_path / "cache") == []
 
