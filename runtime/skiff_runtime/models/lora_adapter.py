@@ -30,11 +30,13 @@ from skiff_runtime.models.tensor_file import StoredTensor, TensorFile
 PREFIX: Final = "base_model.model."
 MAX_STATED_RANK: Final = 1 << 16
 MAX_TENSORS: Final = 768
+"""Tensors in one buffer; the first one also has up to ten entries for each decoder layer."""
 MAX_CONFIG_BYTES: Final = 1 << 20
+MAX_HEADER_BYTES: Final = 1 << 22
+"""Of the list of tensors: several times that of the largest models. It is parsed beside the steps of the rank."""
 MAX_PATTERNS: Final = 4096
 """Each module is compared with all entries of a pattern, by a thread that competes with the planning of steps."""
 _MAX_FLOAT32: Final = torch.finfo(torch.float32).max
-"""Tensors in one buffer; the first one also has up to ten entries for each decoder layer."""
 DTYPES: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 MODULES: Final = tuple(name.rpartition(".")[2] for names in PACKED_MODULES.values() for name in names)
 _UNSUPPORTED: Final = (
@@ -133,7 +135,7 @@ def read_adapter(
         raise ModelError(
             f"{path} lacks {ADAPTER_WEIGHTS}; save the adapter with save_pretrained, as safetensors"
         )
-    file = TensorFile(path / ADAPTER_WEIGHTS)
+    file = TensorFile(path / ADAPTER_WEIGHTS, max_header_bytes=MAX_HEADER_BYTES)
     try:
         matrices = _check_tensors(file, config, modules, max_rank)
         clearing = _clear_rest(matrices.values(), config, layers)

@@ -68,9 +68,12 @@ class StoredTensor:
 
 
 class TensorFile:
-    """An open safetensors file. Every error is a ``ModelError`` that names it."""
+    """An open safetensors file. Every error is a ``ModelError`` that names it.
 
-    def __init__(self, path: Path) -> None:
+    ``max_header_bytes`` bounds the list of its tensors; the library has a bound of 100 MB.
+    """
+
+    def __init__(self, path: Path, *, max_header_bytes: int | None = None) -> None:
         if not path.is_file():
             raise ModelError(f"weights file {path} is missing; download the model again")
         self.path = path
@@ -79,7 +82,12 @@ class TensorFile:
         except OSError as error:
             raise ModelError(f"cannot read weights file {path}: {error.strerror}") from None
         try:
-            self.tensors = self._read_header()
+            header_bytes = self._read_header_length()
+            if max_header_bytes is not None and header_bytes > max_header_bytes:
+                raise ModelError(
+                    f"weights file {path} lists its tensors in {header_bytes} bytes, and {max_header_bytes} are supported"
+                )
+            self.tensors = self._read_header(_LENGTH_BYTES + header_bytes)
         except BaseException:
             self.close()
             raise
@@ -100,24 +108,26 @@ class TensorFile:
                 raise self._corrupt("it ends early")
             done += count
 
-    def _read_header(self) -> dict[str, StoredTensor]:
+    def _read_header_length(self) -> int:
+        length = bytearray(_LENGTH_BYTES)
+        self.read(memoryview(length), 0)
+        return int.from_bytes(length, "little")
+
+    def _read_header(self, end: int) -> dict[str, StoredTensor]:
         try:
             with safe_open(self.path, framework="numpy") as opened:
-                return self._locate_tensors(opened)
+                return self._locate_tensors(opened, end)
         except SafetensorError as error:
             raise self._corrupt(str(error)) from None
         except OSError as error:
             raise ModelError(f"cannot read weights file {self.path}: {error}") from None
 
-    def _locate_tensors(self, opened: Any) -> dict[str, StoredTensor]:
-        """Compute the tensors' offsets, which the library does not report.
+    def _locate_tensors(self, opened: Any, offset: int) -> dict[str, StoredTensor]:
+        """Compute the tensors' offsets, which the library does not report; the first one is ``offset``.
 
         The library refuses a file whose tensors overlap, leave holes or do not end with the file, so each tensor begins
         where the one before it ends.
         """
-        length = bytearray(_LENGTH_BYTES)
-        self.read(memoryview(length), 0)
-        offset = _LENGTH_BYTES + int.from_bytes(length, "little")
         tensors = {}
         for name in opened.offset_keys():
             stored = opened.get_slice(name)

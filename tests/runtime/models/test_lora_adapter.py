@@ -230,7 +230,13 @@ def test_tensors_that_do_not_fit_are_refused_by_name(
 
 def test_files_that_are_missing_or_damaged_are_refused_by_name(adapter: Path, layers: Layers) -> None:
     weights = adapter / "adapter_model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-8])
+    content = weights.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = content[8 : 8 + length].ljust((4 << 20) + 8)
+    weights.write_bytes(len(header).to_bytes(8, "little") + header + content[8 + length :])
+    with pytest.raises(ModelError, match="lists its tensors in 4194312 bytes"):
+        read(adapter, layers)
+    weights.write_bytes(content[:-8])
     with pytest.raises(ModelError, match="truncated or corrupt"):
         read(adapter, layers)
     weights.rename(adapter / "adapter_model.bin")

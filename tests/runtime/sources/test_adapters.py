@@ -65,7 +65,9 @@ def test_a_model_of_a_hub_is_refused_as_an_adapter_before_its_download(tmp_path:
     write_model(tmp_path / "hub" / "acme" / "llama")
     with running_hub(tmp_path / "hub") as hub:
         reference, cache = parse_reference("hf://acme/llama"), tmp_path / "cache"
-        with pytest.raises(ConfigError, match=r"hf://acme/llama@main: no adapter found: .* has a config\.json"):
+        with pytest.raises(
+            ConfigError, match=r"hf://acme/llama@main: no adapter found: .* has a config\.json"
+        ):
             fetch(reference, cache, endpoint=hub.url, adapter_only=True)
         assert files_below(cache) == []
         assert served_files(fetch(reference, cache, endpoint=hub.url)) == {"config.json", "model.safetensors"}
