@@ -47,7 +47,7 @@ def test_a_pod_with_the_secret_downloads_into_the_claim_and_the_others_load(api:
         (pod,) = fetchers(api)
         (container,) = pod["spec"]["containers"]
         assert container["args"] == ["fetch", "--model", LAW, "--download-dir", "/cache", "--adapter-only"]
-        assert container["resources"]["requests"] == {"cpu": "100m", "memory": "256Mi"}
+        assert container["resources"] == {"requests": {"cpu": "100m", "memory": "256Mi"}}
         (token,) = [each for each in container["env"] if each["name"] == "HF_TOKEN"]
         assert token["valueFrom"] == {"secretKeyRef": {"name": "hub", "key": "token"}}
         claims = [each.get("persistentVolumeClaim") for each in pod["spec"]["volumes"]]

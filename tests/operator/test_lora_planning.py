@@ -165,6 +165,32 @@ def test_credentials_need_a_claim_that_pods_share(fields: dict[str, Any], shared
         assert name != fetcher.name(elsewhere, private) and name != fetcher.name(of, private, "uid")
 
 
+REQUESTS: dict[str, str] = {"cpu": "100m", "memory": "256Mi"}
+
+
+@pytest.mark.parametrize(
+    ("fetch", "expected"),
+    [
+        ({}, {"requests": REQUESTS}),
+        (
+            {"requests": {"memory": "1Gi", "ephemeral-storage": "2Gi"}},
+            {"requests": {"cpu": "100m", "memory": "1Gi", "ephemeral-storage": "2Gi"}},
+        ),
+        ({"limits": {"memory": "128Mi"}}, {"requests": {"cpu": "100m"}, "limits": {"memory": "128Mi"}}),
+    ],
+    ids=["default", "requests", "limits"],
+)
+def test_a_fetcher_never_requests_what_the_server_does(
+    fetch: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    server = {"requests": {"memory": "64Gi"}, "limits": {"cpu": "8", "ephemeral-storage": "200Gi"}}
+    model = {"uri": "hf://org/base", "fetch": {"resources": fetch}}
+    of = service(model=model, lora={}, cache={"claimName": "models"}, resources=server)
+    private = lora_adapter("law", credentialsSecretRef={"name": "hub"})
+    (container,) = fetcher.build(of, private, Settings())["spec"]["containers"]
+    assert container["resources"] == expected
+
+
 def test_names_are_given_in_the_order_of_age() -> None:
     of = service(adapters=[SQL])
     younger = lora_adapter("b", name="law", created="2026-01-02T00:00:00Z")

@@ -116,7 +116,7 @@ class SourceHandler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def end_stream(self) -> None:
-        """Note that the client is about to have the whole body."""
+        """Called before the last bytes of a body are sent; a fake that counts streams overrides it."""
 
     def send_body(self, content: bytes, fault: Fault) -> None:
         """Send the content, damaged or cut off as the fault says, no faster than the source may."""
@@ -129,7 +129,7 @@ class SourceHandler(BaseHTTPRequestHandler):
             if self.source.bytes_per_second:
                 time.sleep(len(chunk) / self.source.bytes_per_second)
             if start + CHUNK_BYTES >= len(sent):
-                self.end_stream()  # not behind the last byte: the client may have begun its next request by then
+                self.end_stream()  # after the last chunk, the client may have begun its next request
             try:
                 self.wfile.write(chunk)
             except OSError:

@@ -47,10 +47,7 @@ def build(
         *(contract.FLAG_DOWNLOAD_DIR, volumes.adapters_directory(service)),
         contract.FLAG_ADAPTER_ONLY,
     ]
-    # Not the server's requests: beside a server they would have to fit on the node a second time.
-    given = service.spec.model.fetch.resources
-    defaults = {name: amount for name, amount in _REQUESTS.items() if name not in given.get("limits", {})}
-    container["resources"]["requests"] = defaults | given.get("requests", {})
+    container["resources"] = _resources(service.spec.model.fetch.resources)
     access = credentials.variables(scheme, adapter.spec.credentials_secret_ref)
     endpoint = (
         credentials.endpoint(scheme, service.spec.model.endpoint) if scheme == service.source.scheme else []
@@ -87,6 +84,16 @@ def build(
         },
         "spec": spec,
     }
+
+
+def _resources(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the container's resources for those of ``spec.model.fetch``, which Kubernetes completes: a limit implies a request.
+
+    They are not the server's: beside a server these would have to fit on the node a second time.
+    """
+    limits = given.get("limits", {})
+    requests = {name: amount for name, amount in _REQUESTS.items() if name not in limits}
+    return {"requests": requests | given.get("requests", {}), **({"limits": limits} if limits else {})}
 
 
 def _list_volumes(service: InferenceService) -> list[volumes.Volume]:

@@ -29,7 +29,7 @@ class PendingSum(Protocol):
     """A sum over the ranks that has been started; ``dist.Work`` is one."""
 
     def wait(self) -> object:
-        """Let what follows see the sum: kernels on a GPU, without blocking the host; on a CPU the caller."""
+        """Wait for the sum: on a GPU the current stream waits and the host does not, on a CPU the caller does."""
 
 
 class TensorParallelGroup:
@@ -94,9 +94,9 @@ class TensorParallelGroup:
         return tensor
 
     def can_overlap(self, nbytes: int, dtype: torch.dtype) -> bool:
-        """Return whether a sum of ``nbytes`` bytes may be taken in parts by ``start_all_reduce``.
+        """Return whether a sum of ``nbytes`` bytes may be divided into chunks, each summed by ``start_all_reduce``.
 
-        True for what NCCL sums, which does so on a stream of its own, and for float32 on a CPU. The answer depends on
+        True for what NCCL sums, which does so on a stream of its own, and, for tests, for float32 on a CPU. The answer depends on
         size and dtype alone, so all ranks give the same one.
         """
         if self.tp_size == 1 or (self.device.type == "cpu" and dtype != torch.float32):

@@ -139,7 +139,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         FLAG_ADAPTER_ONLY,
         action="store_true",
-        help="fail before the download if the URI is not that of a LoRA adapter",
+        help="fail before the download if the source is not a LoRA adapter; files that are already in the directory are not "
+        "checked",
     )
     add_renamed_flags(parser, {"--cache-dir": FLAG_DOWNLOAD_DIR})
 
@@ -171,6 +172,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _peers(arguments: argparse.Namespace) -> Peers | None:
     """Return the peers of the flags. Raises ``ConfigError`` for a malformed address, and for peers without a token."""
+    if arguments.adapter_only and (arguments.wait or arguments.peer or arguments.serve_peers is not None):
+        raise ConfigError(
+            f"{FLAG_ADAPTER_ONLY} looks at the source; omit {FLAG_WAIT}, {FLAG_PEER} and {FLAG_SERVE_PEERS}"
+        )
     if arguments.wait and (arguments.peer or arguments.serve_peers is not None):
         raise ConfigError(f"{FLAG_WAIT} downloads nothing; omit {FLAG_PEER} and {FLAG_SERVE_PEERS}")
     if not arguments.peer and arguments.serve_peers is None:

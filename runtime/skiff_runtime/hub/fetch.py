@@ -76,7 +76,8 @@ def fetch(
     files that serving needs are downloaded; files that other tools have downloaded are only verified. If the hub cannot
     be reached, a complete snapshot in the cache is verified and served. ``peers`` come before the hub; they must have the
     model. Only one process downloads a model at a time; the others wait for it and use its result. Raises ``FetchError``;
-    complete files are kept. With ``adapter_only``, raises ``ConfigError`` for what is not a LoRA adapter, before its download.
+    complete files are kept. With ``adapter_only``, raises ``ConfigError`` before the download of what is not a LoRA
+    adapter, unless the cache or peers have it.
     """
     cache = ModelCache(cache_dir, reference)
     with disk_errors(cache_dir):

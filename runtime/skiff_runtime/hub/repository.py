@@ -93,7 +93,7 @@ class RepositoryListing:
         return self._has(ADAPTER_CONFIG) and not self._has(CONFIG)
 
     def require_adapter(self, uri: str) -> None:
-        """Raise ``ConfigError`` if the source at ``uri`` is no adapter, before the files of a model are downloaded."""
+        """Raise ``ConfigError``, which names ``uri``, if the files are not those of an adapter."""
         if not self.is_adapter:
             why = f"has a {CONFIG}, as a model has" if self._has(CONFIG) else f"has no {ADAPTER_CONFIG}"
             raise ConfigError(f"{uri}: no adapter found: the top level of the source {why}")

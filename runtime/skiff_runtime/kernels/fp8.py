@@ -126,9 +126,9 @@ def fp8_linear(
 
 
 def fp8_linear_into(x: Activations, weight: FP8Weight, out: torch.Tensor, *, bound: float = math.inf) -> None:
-    """Write ``fp8_linear`` into out [T, outputs], bit for bit: for many tokens.
+    """Write ``fp8_linear`` of x [T, inputs] and weight [outputs, inputs] into out [T, outputs], bit for bit; T is large.
 
-    The library writes there itself in bfloat16; in other dtypes the product is copied.
+    In bfloat16 on a GPU the library writes into ``out``; otherwise the product is computed and copied.
     """
     quantized = x if isinstance(x, QuantizedActivations) else quantize_activations(x, bound)
     if out.device.type == "cuda" and out.dtype == torch.bfloat16 and _is_library_product(quantized, weight):

@@ -439,11 +439,11 @@ class AllReduceOverlapTuning:
     """Numbers by which ``layers.linear`` divides the rows of a product whose sum over the ranks overlaps with it."""
 
     max_whole_rows: int
-    """Products of up to so many rows are not divided; at least the tokens of the largest prefill graph."""
+    """Products of at most this many rows are not divided; at least the tokens of the largest prefill graph."""
     max_chunks: int
     """With 1, no product is divided."""
     min_chunk_rows: int
-    """The rows of a product that justify one more chunk."""
+    """A product has at most one chunk for each this many rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -827,9 +827,9 @@ HOPPER: Final = Tuning(
             ranks=8, low_latency=64 << 10, one_shot=128 << 10, fused_one_shot=128 << 10, two_shot=32 << 20
         ),
     ),
-    # Two H200, ms of 16,384 rows by 4,096 and by 12,800 inputs, 5,120 outputs: whole 1.53 and 3.45, 2 chunks 1.54 and 3.50,
-    # 4 chunks 1.41 and 3.34, 8 chunks 1.46 and 3.47. Untuned for more ranks.
-    all_reduce_overlap=AllReduceOverlapTuning(max_whole_rows=4096, max_chunks=4, min_chunk_rows=2048),
+    # Two H200, the fastest of four runs, ms of 16,384 rows by 4,096 and by 12,800 inputs, 5,120 outputs: whole 1.53 and 3.45,
+    # 2 chunks 1.54 and 3.50, 4 chunks 1.41 and 3.34, 8 chunks 1.46 and 3.47. Untuned for fewer rows and more ranks.
+    all_reduce_overlap=AllReduceOverlapTuning(max_whole_rows=8191, max_chunks=4, min_chunk_rows=2048),
     # Two H100, us for a layer of Qwen3-32B at batch 1, of two ranks. Untuned for more.
     gemv_all_reduce=GemvAllReduceTuning(
         # The bound between the two cases that were measured, 4,096 and 12,800 inputs.

@@ -22,7 +22,7 @@ class CacheEventLog:
         self._blocks: list[KVEvent] = []
         self._is_snapshot = False
         self._adapter_blocks: Counter[int] = Counter()
-        """How often the cache holds each KV block of an adapter: twice after the adapter was replaced by one of the same name."""
+        """The copies of each KV block of an adapter. One that replaces another under its name has the same block hashes."""
 
     @property
     def is_empty(self) -> bool:
@@ -55,7 +55,7 @@ class CacheEventLog:
             self._blocks.append(KVBlocksRemoved(gone))
 
     def _remove_copy(self, block: int) -> bool:
-        """Count one copy of a block less, and return whether none is left."""
+        """Remove one copy of a block from the count, and return whether none is left."""
         copies = self._adapter_blocks[block]
         if copies > 1:
             self._adapter_blocks[block] = copies - 1

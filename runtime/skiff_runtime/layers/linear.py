@@ -115,7 +115,7 @@ class ColumnParallelLinear:
 def divide_rows(rows: int, tuning: AllReduceOverlapTuning) -> list[slice]:
     """Return the chunks of a product of ``rows`` rows whose sums overlap with it; only one if it is not worth dividing.
 
-    Chunks are equal and a multiple of ``ROW_MULTIPLE``, except for the last one, which is smaller: its sum overlaps with
+    Chunks are equal and a multiple of ``ROW_MULTIPLE``, except for the last one, which may be smaller: its sum overlaps with
     no product.
     """
     chunks = min(tuning.max_chunks, rows // tuning.min_chunk_rows)
@@ -174,8 +174,8 @@ class RowParallelLinear:
     def _divide_overlapped(self, x: Activations) -> list[slice]:
         """Return the chunks of rows that ``_multiply_and_sum`` should take, or only one.
 
-        The answer depends on the sizes and dtype of the product, and on whether the step has adapters: so it is the same
-        on all ranks, and for a step that is captured in a CUDA graph and one that is not.
+        The answer depends on the shape and dtype of the product, and on whether the step has adapters, so all ranks agree.
+        Steps that prefill graphs capture are never divided: ``max_whole_rows`` is at least their size.
         """
         values = x.values if isinstance(x, QuantizedActivations) else x
         whole = [slice(0, len(values))]
@@ -188,11 +188,10 @@ class RowParallelLinear:
     def _multiply_and_sum(self, x: Activations, chunks: list[slice]) -> torch.Tensor:
         """Return the sum over the ranks [T, outputs], with the bias: each chunk's sum runs beside the next product.
 
-        Products and sums are in place in one output, so no more memory is needed than for ``PartialSum``. All sums have
-        been waited for on return, so none outlives the output's memory, or the part of a step that a CUDA graph captures.
+        All products and sums are written into one output, so no more memory is needed than for ``PartialSum`` (one chunk
+        more for FP8 weights of a float16 model). All sums have been waited for on return, so the output may be freed.
         """
-        values = x.values if isinstance(x, QuantizedActivations) else x
-        out = torch.empty((len(values), self._shape[0]), dtype=x.dtype, device=values.device)
+        out = torch.empty((chunks[-1].stop, self._shape[0]), dtype=x.dtype, device=self._group.device)
         sums = []
         for rows in chunks:
             part = x[rows] if isinstance(x, torch.Tensor) else x.select_rows(rows)

@@ -96,7 +96,10 @@ class LinearWeight(ABC):
         """Multiply: [T, inputs] -> [T, outputs], in the model's dtype."""
 
     def apply_into(self, x: Activations, out: torch.Tensor) -> None:
-        """Write the product of many tokens into out [T, outputs], in the model's dtype."""
+        """Write the product of x [T, inputs] into out [T, outputs] of the model's dtype; T is large.
+
+        Only where ``supports_apply_into`` is true.
+        """
         raise NotImplementedError
 
     def fused_silu_and_mul(self, x: Activations, bias: torch.Tensor | None = None) -> torch.Tensor | None:
@@ -204,11 +207,9 @@ class Fp8LinearWeight(LinearWeight):
         """Multiply one token by a GEMV; quantize ``x`` if it is not yet."""
         if not can_fuse_silu_and_mul(x):
             return None
+        x = self._quantize_static(x)
         if isinstance(x, torch.Tensor):
-            if self._input_scales is not None:
-                x = quantize_static_activations(x, self._input_scales)
-            else:
-                x = quantize_activations(x, self._scale_ub)
+            x = quantize_activations(x, self._scale_ub)
         return fused_fp8_linear_silu_and_mul(x, self.matrix, bias)
 
     def weight_shards(self, parts: Sequence[MatrixPart]) -> Iterator[WeightShard]:

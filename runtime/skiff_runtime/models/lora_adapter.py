@@ -32,8 +32,9 @@ MAX_STATED_RANK: Final = 1 << 16
 MAX_TENSORS: Final = 768
 """Tensors in one buffer; the first one also has up to ten entries for each decoder layer."""
 MAX_CONFIG_BYTES: Final = 1 << 20
-MAX_HEADER_BYTES: Final = 1 << 22
-"""Of the list of tensors: several times that of the largest models. It is parsed beside the steps of the rank."""
+MAX_HEADER_BYTES: Final = 1 << 24
+"""Bound on the header of an adapter's safetensors file, which lists its tensors. It is parsed in the rank's process while steps
+run. An adapter of all experts of Qwen3-30B-A3B has some 6 MB, and is refused by a message of its own."""
 MAX_PATTERNS: Final = 4096
 """Each module is compared with all entries of a pattern, by a thread that competes with the planning of steps."""
 _MAX_FLOAT32: Final = torch.finfo(torch.float32).max

@@ -83,11 +83,17 @@ class TensorFile:
             raise ModelError(f"cannot read weights file {path}: {error.strerror}") from None
         try:
             header_bytes = self._read_header_length()
-            if max_header_bytes is not None and header_bytes > max_header_bytes:
+            # The library judges a length that the file cannot have.
+            is_whole = _LENGTH_BYTES + header_bytes <= path.stat().st_size
+            if max_header_bytes is not None and is_whole and header_bytes > max_header_bytes:
                 raise ModelError(
-                    f"weights file {path} lists its tensors in {header_bytes} bytes, and {max_header_bytes} are supported"
+                    f"weights file {path} lists its tensors in {header_bytes} bytes, but at most {max_header_bytes} are "
+                    "supported"
                 )
             self.tensors = self._read_header(_LENGTH_BYTES + header_bytes)
+        except OSError as error:
+            self.close()
+            raise ModelError(f"cannot read weights file {path}: {error}") from None
         except BaseException:
             self.close()
             raise

@@ -1,6 +1,7 @@
 """Download of a model by its URI, whatever its source, into a directory that can be served."""
 
 import hashlib
+import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -46,8 +47,9 @@ def fetch_model(
 ) -> Path:
     """Fetch the model or adapter of an hf://, s3://, gs:// or oci:// URI, and return its directory, or its GGUF file.
 
-    ``peers`` come before the source; they must have the model. With ``adapter_only``, what is not a LoRA adapter is refused
-    by ``ConfigError`` before it is downloaded; a packed one is unpacked first. Raises ``ConfigError`` and ``FetchError``.
+    ``peers`` come before the source; they must have the model. Raises ``ConfigError`` and ``FetchError``. With
+    ``adapter_only``, raises ``ConfigError`` before the download of what is not a LoRA adapter, unless the cache or peers have it;
+    files in an archive are unpacked first.
     """
     if not is_source_uri(uri):
         return fetch(parse_reference(uri, revision), cache_dir, peers=peers, adapter_only=adapter_only)
@@ -161,9 +163,12 @@ def _fetch_locked(
     log.event("fetch_started", model=reference, version=listing.version, cache=cache.root, source=origin)
     partial = cache.open_partial(version)
     extracted = _unpack(cache, source, listing, partial)
-    names = _download(
-        cache, source, listing, partial, extracted, adapter_uri=str(reference) if adapter_only else None
-    )
+    adapter_uri = str(reference) if adapter_only else None
+    try:
+        names = _download(cache, source, listing, partial, extracted, adapter_uri=adapter_uri)
+    except ConfigError:
+        shutil.rmtree(partial / "files", ignore_errors=True)  # extracted, and of no use
+        raise
     path = cache.publish(partial, str(reference), listing.version, names, _sha256(listing, extracted))
     total = sum((path / name).stat().st_size for name in names)
     log.event("fetch_finished", model=reference, files=len(names), bytes=total, path=path)

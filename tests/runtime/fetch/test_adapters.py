@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from fake_hub import running_hub
 
 URI = "hf://acme/sql"
@@ -21,15 +22,20 @@ print(json.dumps([[each.name, each.uri, each.path] for one in (elsewhere, beside
 """
 
 
-def run(hub: str, *words: str) -> str:
-    """Run Python in a process of its own, since the hub's client reads its environment once; return its last line."""
-    done = subprocess.run(
+def start(hub: str, *words: str) -> "subprocess.CompletedProcess[str]":
+    """Run Python in a process of its own, since the hub's client reads its environment once."""
+    return subprocess.run(
         [sys.executable, *words],
         env={**os.environ, "HF_ENDPOINT": hub},
         capture_output=True,
         text=True,
         timeout=120,
     )
+
+
+def run(hub: str, *words: str) -> str:
+    """Return the last line of what Python prints."""
+    done = start(hub, *words)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip().splitlines()[-1]
 
@@ -46,3 +52,27 @@ def test_an_adapter_is_fetched_and_found_there(tmp_path: Path) -> None:
     files = {each.name for each in Path(path).iterdir()}
     assert files >= {"adapter_config.json", "adapter_model.safetensors"}
     assert found == [["sql", URI, path]] * 2
+
+
+@pytest.mark.parametrize(
+    ("files", "reason"),
+    [
+        (("config.json", "model.safetensors"), "has a config.json, as a model has"),
+        (("README.md",), "has no adapter_config.json"),
+    ],
+    ids=["model", "neither"],
+)
+def test_what_is_no_adapter_is_refused_before_its_download(
+    tmp_path: Path, files: tuple[str, ...], reason: str
+) -> None:
+    folder, cache = tmp_path / "hub" / "acme" / "sql", tmp_path / "cache"
+    folder.mkdir(parents=True)
+    for name in files:
+        (folder / name).write_text("{}")
+    fetch = ("-m", "skiff_runtime", "fetch", "--model", URI, "--download-dir", str(cache), "--adapter-only")
+    with running_hub(tmp_path / "hub") as hub:
+        done = start(hub.url, *fetch)
+    assert done.returncode == 2 and f"no adapter found: the top level of the source {reason}" in done.stderr
+    assert not [path for path in cache.rglob("*") if path.is_file() and path.stat().st_size]
+    done = start("http://127.0.0.1:1", *fetch, "--wait")
+    assert done.returncode == 2 and "--adapter-only looks at the source; omit --wait" in done.stderr

@@ -106,6 +106,10 @@ def test_blocks_of_a_replaced_adapter_are_held_until_its_last_copy_is_gone() -> 
         assert events is not None
         stored += [each.hashes for each in events.blocks]
     assert stored[0] == stored[1]
+    cache.watch(prompts=False, blocks=True)  # another subscriber
+    assert cache.take_events() is not None
+    assert len(cache.evict(1)) == 1, "the end of the first one"
+    assert cache.take_events() is None
     cache.discard(CacheNamespace.adapter_prefix(1))
     assert cache.take_events() is None
     cache.discard(CacheNamespace.adapter_prefix(2))

@@ -39,24 +39,27 @@ class TwinGroup(TensorParallelGroup):
 class DelayedSum:
     """A sum that is not there until it is waited for, as a kernel on another stream may leave it."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor, self._part = tensor, tensor.clone()
+    def __init__(self, tensor: torch.Tensor, waited: list[int]) -> None:
+        self._tensor, self._part, self._waited = tensor, tensor.clone(), waited
         tensor.fill_(torch.nan)
 
     def wait(self) -> None:
+        self._waited.append(len(self._tensor))
         self._tensor.copy_(self._part * 2)
 
 
 class OverlappingGroup(TwinGroup):
-    """Starts sums, and records the rows of each."""
+    """Starts sums, and records the rows of each; none may be waited for before all have been started."""
 
     def __init__(self) -> None:
         super().__init__()
         self.started: list[int] = []
+        self.waited: list[int] = []
 
     def _start_sum(self, tensor: torch.Tensor) -> PendingSum:
+        assert not self.waited, "the next product would run behind the sum, not beside it"
         self.started.append(len(tensor))
-        return DelayedSum(tensor)
+        return DelayedSum(tensor, self.waited)
 
 
 class FusingGroup(TwinGroup):
@@ -208,6 +211,7 @@ def test_sum_of_many_rows_overlaps_with_the_product(max_chunks: int, bias: bool)
     assert isinstance(output, torch.Tensor) and output.is_contiguous()
     size = {2: 1024, 4: 512, 8: 512}[max_chunks]  # seven chunks would have 286 rows, which is no multiple
     assert group.started == [min(size, 2000 - start) for start in range(0, 2000, size)] and group.sums == 0
+    assert group.waited == group.started
     expected = 2 * (x @ weight.T) + (layer.bias if layer.bias is not None else 0)
     torch.testing.assert_close(output, expected)
     norm = QuantizingRMSNorm(24, EPS, context)

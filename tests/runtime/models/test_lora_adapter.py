@@ -232,10 +232,14 @@ def test_files_that_are_missing_or_damaged_are_refused_by_name(adapter: Path, la
     weights = adapter / "adapter_model.safetensors"
     content = weights.read_bytes()
     length = int.from_bytes(content[:8], "little")
-    header = content[8 : 8 + length].ljust((4 << 20) + 8)
+    header = content[8 : 8 + length].ljust((16 << 20) + 8)
     weights.write_bytes(len(header).to_bytes(8, "little") + header + content[8 + length :])
-    with pytest.raises(ModelError, match="lists its tensors in 4194312 bytes"):
+    with pytest.raises(ModelError, match="lists its tensors in 16777224 bytes"):
         read(adapter, layers)
+    for damaged in (content[:-8], b"version https://git-lfs.github.com/spec/v1\n", b"short"):
+        weights.write_bytes(damaged)
+        with pytest.raises(ModelError, match="truncated or corrupt"):
+            read(adapter, layers)
     weights.write_bytes(content[:-8])
     with pytest.raises(ModelError, match="truncated or corrupt"):
         read(adapter, layers)
