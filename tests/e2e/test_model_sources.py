@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
+from free_port import free_port
 from kube import tool, wait
 
 from skiff_runtime import demo
@@ -22,14 +23,6 @@ from skiff_runtime.contract import EXIT_FETCH_FAILED, EXIT_OK
 KEY, SECRET = "skiff-access-key", "skiff-secret-key"
 WEIGHT_BYTES = 40 << 20
 MANIFEST = "application/vnd.oci.image.manifest.v1+json"
-
-
-def free_port() -> int:
-    """Return a port that nothing listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
 
 
 @contextmanager

@@ -126,7 +126,7 @@ def test_what_can_be_loaded_nowhere_says_why(api: ApiServer) -> None:
     with ExitStack() as stack:
         first, second = LoRAPods(api, 3, stack).serve(2)
         eventually(
-            lambda: api.get("loraadapters", "early")["status"].get("loadedPods") == 2,
+            lambda: api.get("loraadapters", "early").get("status", {}).get("loadedPods") == 2,
             "the others do not disturb it",
         )
         assert ready(api, "early")[0] == "True"

@@ -15,7 +15,8 @@ from typing import Any
 import httpx
 import pytest
 from fake_pod import Answer, FakePod, PodRequest, json_response, pods
-from operator_process import eventually, free_port
+from free_port import free_port
+from operator_process import eventually
 from routers import RunningRouter, make_config, router, router_process, run, until
 
 from skiff_router import key_usage

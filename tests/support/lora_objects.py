@@ -38,9 +38,8 @@ def reported(api: ApiServer) -> dict[str, dict[str, Any]]:
     An adapter is Ready as soon as every pod has it that the operator has seen: a test that made two pods ready waits for
     `loadedPods`, since the operator may see one of them first.
     """
-    return {
-        each["name"]: each for each in api.get("inferenceservices", "llama")["status"].get("adapters", [])
-    }
+    status = api.get("inferenceservices", "llama").get("status", {})
+    return {each["name"]: each for each in status.get("adapters", [])}
 
 
 def condition(api: ApiServer) -> tuple[str, str]:

@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ import httpx
 import psutil
 import yaml
 from apiserver import ApiServer
+from free_port import free_port
 from prometheus_client.parser import text_string_to_metric_families
 
 PACKAGES = [str(Path(__file__).parents[2] / name) for name in ("operator", "runtime")]
@@ -36,13 +36,6 @@ def eventually(
         if time.monotonic() > deadline:
             raise AssertionError(f"not within {timeout_seconds:.0f} s: {what}; last seen: {answer!r}")
         time.sleep(every_seconds)
-
-
-def free_port() -> int:
-    """Return a free port of the loopback interface."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def token_kubeconfig(api: ApiServer, account: str, kubeconfig: Path) -> str:

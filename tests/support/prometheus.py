@@ -3,7 +3,6 @@
 import contextlib
 import json
 import re
-import socket
 import subprocess
 import urllib.parse
 import urllib.request
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import yaml
+from free_port import free_port
 from kube import Kube, tool, wait
 
 SCRAPE_SECONDS: Final = 1
@@ -68,7 +68,7 @@ def running(folder: Path, jobs: dict[str, tuple[int, dict[str, str]]], rules: Pa
         ],
     }
     (folder / "prometheus.yml").write_text(yaml.safe_dump(settings))
-    port = _free_port()
+    port = free_port()
     words = [f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data"]
     words += [f"--web.listen-address=127.0.0.1:{port}", "--log.level=warn"]
     with (folder / "log").open("w") as log:
@@ -87,10 +87,3 @@ def _up(server: Prometheus) -> bool:
         return bool(server.query("1"))
     except OSError:
         return False
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
