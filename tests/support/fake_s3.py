@@ -12,6 +12,7 @@ from typing import Final
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
+import pytest
 from fake_source import FakeSource, Seen, SourceHandler, running
 
 LISTING: Final = "listing"
@@ -42,6 +43,19 @@ def running_s3(
 ) -> Iterator[FakeS3]:
     """Run a store for the length of a with-block. ``bytes_per_second`` 0 is unlimited."""
     with running(FakeS3(directory, access_key=access_key, bytes_per_second=bytes_per_second)) as store:
+        yield store
+
+
+@contextmanager
+def running_s3_of_environment(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, *, secret: str = "skiff-secret"
+) -> Iterator[FakeS3]:
+    """Run a store whose address and keys are in this process's environment."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKSKIFF")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", secret)
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:1")
+    with running_s3(directory, access_key="AKSKIFF") as store:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", store.url)
         yield store
 
 

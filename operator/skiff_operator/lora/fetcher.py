@@ -19,7 +19,7 @@ from skiff_runtime import contract
 
 _NAME_CHARACTERS = 40
 _REQUESTS = {"cpu": "100m", "memory": "256Mi"}
-"""What the download of an adapter requests, unless ``spec.model.fetch.resources`` does."""
+"""Default requests of the container that downloads an adapter; ``spec.model.fetch.resources`` overrides them."""
 
 
 def name(service: InferenceService, adapter: LoRAAdapter, failed_uid: str = "") -> str:

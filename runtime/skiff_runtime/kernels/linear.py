@@ -23,7 +23,7 @@ def linear(
 
 
 def linear_into(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-    """Write x [T, inputs] times weight [outputs, inputs] into out [T, outputs], by the library: for many tokens."""
+    """Write x [T, inputs] times weight [outputs, inputs] into out [T, outputs], by the library."""
     torch.mm(x, weight.T, out=out)
 
 

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from skiff_runtime.distributed.vocab_shard import VocabShard
+from skiff_runtime.kernels.linear import linear_into
 from skiff_runtime.layers.sharding import LayerContext, WeightShard
 
 
@@ -51,6 +52,7 @@ class OutputHead:
         """Compute logits; with ``out``, a buffer of S rows, write them there, also on a CPU in the model's dtype."""
         weight = self._embedding.weight
         if out is not None:
-            return torch.mm(hidden, weight.T, out=out)
+            linear_into(hidden, weight, out)
+            return out
         logits = F.linear(hidden, weight)
         return logits.float() if logits.device.type == "cpu" else logits

@@ -25,7 +25,7 @@ from skiff_runtime.layers.partial_sum import LayerOutput, PartialProduct, Partia
 from skiff_runtime.layers.sharding import LayerContext, WeightShard, replicated_weight
 
 ROW_MULTIPLE: Final = 256
-"""Chunks of a product have a multiple of so many rows, so that none ends inside a tile of the library's kernels."""
+"""The rows of a chunk are a multiple of it, so that no chunk ends inside a tile of the library's kernels."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 from fake_registry import TITLE, running_registry
-from fake_s3 import FakeS3, running_s3
+from fake_s3 import FakeS3, running_s3_of_environment
 from operator_process import eventually
 
 from skiff_runtime.errors import ConfigError
@@ -47,10 +47,7 @@ def store(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     monkeypatch.setattr(retries, "BASE_WAIT_SECONDS", 0.01)
     monkeypatch.setattr(peer_protocol, "BASE_WAIT_SECONDS", 0.01)
     monkeypatch.setattr(parallel_download, "CHUNK_BYTES", CHUNK)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKSKIFF")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "skiff-secret")
-    with running_s3(tmp_path / "store", access_key="AKSKIFF") as running:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", running.url)
+    with running_s3_of_environment(tmp_path / "store", monkeypatch) as running:
         yield running
 
 

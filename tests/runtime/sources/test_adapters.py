@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from fake_hub import running_hub
-from fake_s3 import running_s3
+from fake_s3 import running_s3_of_environment
 
 from skiff_runtime.config import Config
 from skiff_runtime.errors import ConfigError, FetchError
@@ -41,11 +41,7 @@ def test_adapter_of_a_hub_needs_no_config_of_a_model(tmp_path: Path) -> None:
 
 def test_adapter_of_an_object_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_adapter(tmp_path / "store" / "adapters" / "sql")
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKSKIFF")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-    monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:1")
-    with running_s3(tmp_path / "store", access_key="AKSKIFF") as store:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", store.url)
+    with running_s3_of_environment(tmp_path / "store", monkeypatch):
         path = locate_adapter("s3://adapters/sql", str(tmp_path / "cache"))
     assert served_files(path) == SERVED
 
@@ -77,13 +73,11 @@ def test_a_model_of_an_object_store_is_refused_as_an_adapter_before_its_download
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_model(tmp_path / "store" / "models" / "llama")
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKSKIFF")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-    monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:1")
-    with running_s3(tmp_path / "store", access_key="AKSKIFF") as store:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", store.url)
-        with pytest.raises(ConfigError, match=r"s3://models/llama: no adapter found: .* has a config\.json"):
-            locate_adapter("s3://models/llama", str(tmp_path / "cache"))
+    with (
+        running_s3_of_environment(tmp_path / "store", monkeypatch),
+        pytest.raises(ConfigError, match=r"s3://models/llama: no adapter found: .* has a config\.json"),
+    ):
+        locate_adapter("s3://models/llama", str(tmp_path / "cache"))
     assert files_below(tmp_path / "cache") == []
 
 

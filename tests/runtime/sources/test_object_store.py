@@ -15,7 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from fake_s3 import LISTING, FakeS3, running_s3
+from fake_s3 import LISTING, FakeS3, running_s3_of_environment
 from fake_source import Fault
 
 from skiff_runtime.contract import EXIT_FETCH_FAILED, EXIT_OK
@@ -69,10 +69,7 @@ def model(tmp_path: Path) -> Path:
 def store(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeS3]:
     monkeypatch.setattr(retries, "BASE_WAIT_SECONDS", 0.01)
     monkeypatch.setattr(parallel_download, "CHUNK_BYTES", CHUNK)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKSKIFF")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-    with running_s3(tmp_path / "store", access_key="AKSKIFF") as running:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", running.url)
+    with running_s3_of_environment(tmp_path / "store", monkeypatch, secret=SECRET) as running:
         yield running
 
 
