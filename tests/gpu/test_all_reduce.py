@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import pytest
 import torch
-from all_reduce_gpu_ranks import leave_alone, sum_fuse_and_replay
+from all_reduce_gpu_ranks import exchange, leave_alone, sum_fuse_and_replay, wait_alone
 from compiling import run_compiling
 from rank_processes import on_ranks
 
@@ -55,7 +55,22 @@ def test_sums_on_two_gpus_are_the_same_bits_everywhere(tmp_path: Path) -> None:
     first, second = on_ranks(2, tmp_path, sum_fuse_and_replay, device="cuda")
     assert first == second
     assert first["wrong"] == []
-    assert set(first["algorithms"]) == {"LOW_LATENCY", "ONE_SHOT", "TWO_SHOT", "NCCL"}
+    assert set(first["algorithms"]) == {"LOW_LATENCY", "ONE_SHOT", "TWO_SHOT", "COPY_ENGINES", "NCCL"}
+
+
+@two_gpus
+def test_copy_engines_exchange_whole_messages_and_chunks_of_products(tmp_path: Path) -> None:
+    """Hundreds in a row while a rank is late, in float32, bfloat16 and FP8, eagerly and in graphs."""
+    first, second = on_ranks(2, tmp_path, exchange, device="cuda")
+    assert first == second
+    assert first["wrong"] == []
+
+
+@two_gpus
+def test_barrier_without_the_other_rank_reports_and_goes_on_waiting(tmp_path: Path) -> None:
+    first, second = on_ranks(2, tmp_path, wait_alone, str(tmp_path), device="cuda")
+    assert "barrier of an exchange by copy engines: this rank waited" in first["error"] and first["waited"]
+    assert second == {"error": None, "waited": None}
 
 
 @two_gpus

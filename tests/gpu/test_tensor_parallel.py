@@ -20,7 +20,6 @@ from rank_functions import (
     generated,
     generated_greedy,
     sampled_with_every_parameter,
-    sum_in_chunks,
 )
 from rank_processes import RankPool, single_rank
 from scheduler_bench import Replies, request
@@ -92,33 +91,6 @@ def test_collectives_of_two_ranks(two_ranks: RankPool) -> None:
         "maximum": [1, 0, -(1 << 63)],
         "minimum": 9,
     }
-
-
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(
-    ("rows", "max_chunks", "chunks"),
-    [
-        (1000, 4, [512, 488]),
-        (1024, 8, [256] * 4),
-        (1301, 2, [768, 533]),
-        (1301, 1, []),
-        (256, 4, []),
-        (511, 4, []),
-    ],
-)
-def test_sum_in_chunks_is_the_sum_of_the_whole_product(
-    two_ranks: RankPool, rows: int, max_chunks: int, chunks: list[int], bias: bool
-) -> None:
-    """Whole numbers are added without rounding, so any lost or doubled part is seen."""
-    first, second = two_ranks.run(sum_in_chunks, rows, max_chunks, True, bias)
-    assert first == second
-    assert first["chunks"] == chunks and first["from_whole"] == first["from_one_rank"] == 0
-
-
-def test_sum_in_chunks_has_the_same_bits_on_every_rank(two_ranks: RankPool) -> None:
-    first, second = two_ranks.run(sum_in_chunks, 1301, 4, False, True)
-    assert first == second and len(first["chunks"]) == 3
-    assert first["from_whole"] < 1e-3 and first["from_one_rank"] < 1e-3
 
 
 @pytest.mark.parametrize(("family", "kv_heads"), FAMILIES)

@@ -2,8 +2,12 @@
 
 import hashlib
 import math
+import random
+import time
 from collections.abc import Sequence
-from typing import Any, Final
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final, Literal
 
 import torch
 from all_reduce_messages import exact_norm, make_message, same_bits, sum_messages
@@ -16,10 +20,17 @@ from skiff_runtime.kernels.rms_norm import add_rms_norm
 from skiff_runtime.kernels.triton.all_reduce.gemv_all_reduce import gemv_all_reduce_add_rms_norm
 from skiff_runtime.kernels.triton.linear.gemv import gemv
 from skiff_runtime.kernels.triton.norm_act.rms_norm import row_warps
-from skiff_runtime.kernels.tuning import AllReduceLimits, tuning_for
+from skiff_runtime.kernels.tuning import AllReduceLimits, overridden, tuning_for
+from skiff_runtime.layers.linear import RowParallelLinear
+from skiff_runtime.layers.linear_weight import Fp8LinearWeight
+from skiff_runtime.layers.norm import QuantizingRMSNorm
+from skiff_runtime.layers.partial_sum import ExchangedSum
+from skiff_runtime.layers.sharding import LayerContext
 
 WIDTH: Final = 5120
-ROWS: Final = (1, 2, 7, 32, 51, 52, 256, 1600, 2000, 6000, 7000)
+ROWS: Final = (1, 2, 7, 32, 51, 52, 256, 1600, 2000, 6000, 6600, 7000)
+EXCHANGED_ROWS: Final = 6600
+"""The largest message that is exchanged."""
 LIMITS: Final = AllReduceLimits(
     ranks=8, low_latency=512 << 10, one_shot=16 << 20, fused_one_shot=8 << 20, two_shot=64 << 20
 )
@@ -27,6 +38,7 @@ LIMITS: Final = AllReduceLimits(
 DTYPE: Final = torch.bfloat16
 EPS: Final = 1e-6
 REPLAYS: Final = 20
+EXCHANGES: Final = 200
 NORM_ERROR: Final = 4e-3
 """Relative, of bfloat16 that is rounded twice."""
 
@@ -36,6 +48,7 @@ def sum_fuse_and_replay(group: TensorParallelGroup) -> dict[str, Any]:
     peers = group._peers
     assert peers is not None, "the GPUs have no peer access"
     peers._limits = (LIMITS,)
+    group.allocate_exchange(EXCHANGED_ROWS * WIDTH * DTYPE.itemsize)
     wrong, algorithms, digest = [], [], hashlib.sha256()
     for number, rows in enumerate(ROWS):
         shape = rows, WIDTH
@@ -179,6 +192,173 @@ def _compare_replays(group: TensorParallelGroup) -> list[str]:
                 if not same_bits(found, sum_messages(group.tp_size, number, (rows, WIDTH), DTYPE)):
                     wrong.append(f"replay {number}, {rows} rows")
     return wrong
+
+
+def exchange(group: TensorParallelGroup) -> dict[str, Any]:
+    """Exchange messages and products in every way; return what differs, and a digest of all sums."""
+    digest = hashlib.sha256()
+    group.allocate_exchange(64 << 20)
+    wrong = _exchange_in_a_row(group) + _compare_exchanged_products(group, digest)
+    wrong += _replay_exchanged_products(group)
+    group.check()
+    return {"wrong": wrong, "digest": digest.hexdigest()}
+
+
+def _exchange_in_a_row(group: TensorParallelGroup) -> list[str]:
+    """Exchange messages one behind the other, while a rank is late before or behind each; nothing else orders the ranks."""
+    peers = group._peers
+    assert peers is not None
+    same, late = random.Random(0), random.Random(group.tp_rank)
+    differing = torch.zeros(EXCHANGES, dtype=torch.int64, device=group.device)
+    rows = [same.randint(1300, 6000) for _ in range(EXCHANGES)]
+
+    def make(rank: int, number: int) -> torch.Tensor:
+        generator = torch.Generator(group.device).manual_seed(2 * number + rank)
+        shape = rows[number], WIDTH
+        return torch.randn(shape, generator=generator, device=group.device, dtype=DTYPE)
+
+    for number in range(EXCHANGES):
+        message, expected = make(group.tp_rank, number), make(1 - group.tp_rank, number)
+        assert peers.choose(message) is Algorithm.COPY_ENGINES
+        torch.cuda._sleep(late.choice([0, 0, 3_000_000]))  # type: ignore[no-untyped-call]
+        received = peers.exchange(message)
+        torch.cuda._sleep(late.choice([0, 0, 3_000_000]))  # type: ignore[no-untyped-call]
+        differing[number] = (received != expected).sum()
+    return [f"message {number}" for number in differing.nonzero().flatten().tolist()]
+
+
+def _compare_exchanged_products(group: TensorParallelGroup, digest: Any) -> list[str]:
+    """Compare sums of products in chunks with the whole sums of NCCL and of one rank; whole numbers are not rounded."""
+    wrong = []
+    inputs, outputs = 32, 4096
+    own = slice(group.tp_rank * inputs // 2, (group.tp_rank + 1) * inputs // 2)
+    cases = (
+        (1000, 4, False, True),
+        (1024, 8, True, True),
+        (1301, 2, False, True),
+        (1301, 1, True, True),
+        (2500, 4, True, False),
+        (4000, 4, False, False),
+    )
+    for number, (rows, chunks, bias, whole) in enumerate(cases):
+        generator = torch.Generator().manual_seed(number)
+
+        def draw(*shape: int, whole: bool = whole, generator: torch.Generator = generator) -> torch.Tensor:
+            values = torch.randn(shape, generator=generator) * 3
+            return (values.round() if whole else values).to(group.device)
+
+        x, weight, added = draw(rows, inputs), draw(outputs, inputs), draw(outputs)
+        context = LayerContext(torch.float32, group.device, group)
+        layer = RowParallelLinear("o_proj", inputs, outputs, bias=bias, context=context)
+        assert layer.weight.unquantized is not None
+        layer.weight.unquantized.copy_(weight[:, own])
+        if layer.bias is not None:
+            layer.bias.copy_(added)
+        expected = x @ weight.T + (added if bias else 0)
+        tuning = tuning_for(group.device)
+        divided = replace(tuning.copy_exchange, max_chunks=chunks, min_chunk_rows=256)
+        with overridden(replace(tuning, copy_exchange=divided)):
+            output = layer(x[:, own])
+        if not isinstance(output, ExchangedSum):
+            return [f"{rows} rows are not exchanged"]
+        found = output.reduce()
+        digest.update(found.cpu().numpy().tobytes())
+        if not torch.allclose(found, expected, rtol=0, atol=0 if whole else 1e-3):
+            wrong.append(f"{rows} rows in {chunks} chunks")
+    return wrong
+
+
+def _replay_exchanged_products(group: TensorParallelGroup) -> list[str]:
+    """Replay a graph of products, exchanges and norms, in the model's dtype and in FP8, between eager calls."""
+    cases = []
+    quantizations: tuple[Literal["none", "fp8"], ...] = ("none", "fp8")
+    for quantization in quantizations:
+        context = LayerContext(DTYPE, group.device, group, quantization)
+        layer = RowParallelLinear("down_proj", 512, WIDTH, bias=False, context=context)
+        norm = QuantizingRMSNorm(WIDTH, EPS, context)
+        norm.weight.copy_(make_message(90, 0, (WIDTH,), DTYPE))
+        values = make_message(group.tp_rank, 91, (WIDTH, 256), DTYPE).cuda() / 16
+        if layer.weight.unquantized is not None:
+            layer.weight.unquantized.copy_(values)
+        else:
+            assert isinstance(layer.weight, Fp8LinearWeight)
+            matrix = layer.weight.matrix
+            matrix.values.copy_(values.to(matrix.values.dtype))
+            matrix.scales.fill_(0.5)
+        cases.append((layer, norm))
+    rows = 2000
+    x = torch.zeros((rows, 256), dtype=DTYPE, device=group.device)
+    residual = make_message(92, 0, (rows, WIDTH), DTYPE).cuda()
+
+    def compute(exchanged: bool = True) -> list[torch.Tensor]:
+        found: list[torch.Tensor] = []
+        for layer, norm in cases:
+            output = layer(x)
+            assert isinstance(output, ExchangedSum) == exchanged
+            normed, total = norm.add_and_normalize(output, residual)
+            found += [
+                total,
+                *([normed] if isinstance(normed, torch.Tensor) else [normed.values, normed.scales]),
+            ]
+        return found
+
+    def expect() -> list[torch.Tensor]:
+        """By NCCL, in one chunk each: the library may choose other kernels for chunks, so their products are compared roughly."""
+        peers, group._peers = group._peers, None
+        found = compute(exchanged=False)
+        group._peers = peers
+        return found
+
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        compute()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        captured = compute()
+    wrong = []
+    late = random.Random(group.tp_rank)
+    with torch.cuda.stream(stream):
+        for number in range(REPLAYS):
+            x.copy_(make_message(group.tp_rank, number, (rows, 256), DTYPE))
+            torch.cuda._sleep(late.choice([0, 3_000_000]))  # type: ignore[no-untyped-call]
+            graph.replay()
+            eager = compute()
+            if not all(map(same_bits, captured, eager)):
+                wrong.append(f"replay {number} is not the eager call")
+            expected = expect()
+            wrong += [
+                f"call {number}, total {index}"
+                for index in (0, 2)
+                if not torch.allclose(eager[index].float(), expected[index].float(), rtol=2**-6, atol=2**-4)
+            ]
+    return wrong
+
+
+def wait_alone(group: TensorParallelGroup, directory: str) -> dict[str, Any]:
+    """Let rank 0 come to a barrier alone, with a short timeout; rank 1 comes when rank 0 has reported it.
+
+    Returns the error, whether the kernel was still waiting then, and that it ended.
+    """
+    peers, reported = group._peers, Path(directory) / "reported"
+    assert peers is not None
+    group.set_timeout(0.2 if group.tp_rank == 0 else 60.0)
+    error, waited = None, None
+    deadline = time.monotonic() + 30
+    if group.tp_rank == 0:
+        peers.barrier()
+        while error is None and time.monotonic() < deadline:
+            try:
+                group.check()
+            except CollectiveTimeout as caught:
+                error = str(caught)
+        waited = not torch.cuda.current_stream().query()
+        reported.touch()
+    else:
+        while not reported.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        peers.barrier()
+    torch.cuda.synchronize()
+    return {"error": error, "waited": waited}
 
 
 def leave_alone(group: TensorParallelGroup) -> dict[str, Any]:

@@ -15,9 +15,11 @@ from all_reduce_messages import make_message, same_bits, sum_messages
 from kernel_device import DEVICE
 from simulated_peers import SimulatedPeer, map_files
 
+from skiff_runtime.distributed.copy_exchange import CopyExchange
 from skiff_runtime.distributed.tensor_parallel import TensorParallelGroup
 from skiff_runtime.kernels.fp8_tensors import QuantizedActivations
 from skiff_runtime.kernels.triton.all_reduce import gemv_all_reduce, peer_memory, push_norm
+from skiff_runtime.kernels.triton.all_reduce.barrier import barrier
 from skiff_runtime.kernels.triton.all_reduce.gemv_all_reduce import gemv_all_reduce_add_rms_norm
 from skiff_runtime.kernels.triton.all_reduce.low_latency import (
     all_reduce_add_rms_norm,
@@ -48,6 +50,8 @@ POLLS = 1_000_000
 PREFETCH_BYTES = push_norm.PREFETCH_BYTES
 POLL_SECONDS = 0.0005
 KINDS = ("words", "one-shot", "two-shot", "fused one-shot")
+EXCHANGES = 40
+EXCHANGED_WIDTH = 8
 SIZES = (8, 24, 4096, 8200)
 """Elements: a few lines, or several programs, the last of which has fewer lines."""
 
@@ -80,6 +84,8 @@ def age(peer: SimulatedPeer, rank: int, epoch: int) -> None:
 def sum_by(kind: str, x: torch.Tensor, peer: SimulatedPeer) -> torch.Tensor:
     """Return the sum of a message [N] over the ranks by one of ``KINDS``, or "gemv"; ``x`` may be overwritten.
 
+    "barrier" returns ``x`` itself.
+
     The fused kernel sums rows of 40 elements where it can, of 8 otherwise. A residual of -0.0 changes no bit of a sum.
     The message of "gemv" is the product of a matrix of one column with 1, which loses the sign of -0.0.
     """
@@ -96,6 +102,8 @@ def sum_by(kind: str, x: torch.Tensor, peer: SimulatedPeer) -> torch.Tensor:
         return total.view(-1)
     if kind == "words":
         low_latency_all_reduce(x, peer.memory)
+    elif kind == "barrier":
+        barrier(peer.memory)
     else:
         push_all_reduce(x, peer.memory, two_shot=kind == "two-shot")
     return x
@@ -228,6 +236,46 @@ def fuse(group: TensorParallelGroup, directory: str, dtype_name: str) -> dict[st
 def parts(quantized: QuantizedActivations, total: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return the tensors of a quantized result."""
     return quantized.values, quantized.scales, total
+
+
+def exchange(group: TensorParallelGroup, directory: str, first_epoch: int) -> dict[str, Any]:
+    """Exchange messages of random sizes in chunks, among sums; a rank may be late before it reads what it has received.
+
+    Returns the numbers of the messages that were not the other rank's, and the calls of the first channels.
+    """
+    peer = map_files(Path(directory), group.tp_rank, group.tp_size, polls=POLLS)
+    age(peer, group.tp_rank, first_epoch)
+    capacity = 64 * EXCHANGED_WIDTH * 4
+    own, other = (
+        torch.from_file(f"{directory}/received{rank}", shared=True, size=capacity, dtype=torch.uint8)
+        for rank in (group.tp_rank, 1 - group.tp_rank)
+    )
+    exchanges = CopyExchange(peer.memory, own, other)
+    assert exchanges.capacity == capacity
+    group.all_reduce_min(0)
+    same, late = random.Random(0), random.Random(group.tp_rank)
+    wrong: list[Any] = []
+    for number in range(EXCHANGES):
+        dtype = same.choice([torch.float32, torch.bfloat16])
+        shape = same.randint(1, 64), EXCHANGED_WIDTH
+        computed, message = make_message(group.tp_rank, number, shape, dtype), torch.empty(shape, dtype=dtype)
+        pending, start = exchanges.start(message), 0
+        while start < shape[0]:
+            rows = slice(start, start + same.randint(1, 64))
+            message[rows] = computed[rows]
+            pending.send(rows)
+            start = rows.stop
+        received = pending.finish()
+        time.sleep(late.choice([0, 0, 0.01]))
+        if not same_bits(received, make_message(1 - group.tp_rank, number, shape, dtype)):
+            wrong.append(number)
+        if same.random() < 0.5:
+            sum_by("words", torch.zeros(8), peer)
+    return {
+        "wrong": wrong,
+        "calls": (peer.memory.epochs - first_epoch + 1)[:2].tolist(),
+        "failed": peer.has_failed,
+    }
 
 
 def wait_in_vain(group: TensorParallelGroup, directory: str, kind: str) -> dict[str, Any]:

@@ -1,10 +1,8 @@
 """Functions that tests run on every rank; importable by the processes that ``rank_processes`` spawns."""
 
-import hashlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
-from unittest.mock import patch
 
 import torch
 from engine_driver import Driver, generate, make_engine
@@ -14,10 +12,7 @@ from sampling_cases import make_case, sample_case
 
 from skiff_runtime.distributed.tensor_parallel import TensorParallelGroup
 from skiff_runtime.distributed.vocab_shard import VocabShard
-from skiff_runtime.kernels.tuning import AllReduceOverlapTuning, overridden, tuning_for
-from skiff_runtime.layers.linear import RowParallelLinear
-from skiff_runtime.layers.partial_sum import PartialSum, reduce_output
-from skiff_runtime.layers.sharding import LayerContext
+from skiff_runtime.kernels.tuning import overridden, tuning_for
 from skiff_runtime.messages import SamplingSpec
 from skiff_runtime.step import LogprobsOutput
 
@@ -55,51 +50,6 @@ def collectives(group: TensorParallelGroup) -> dict[str, Any]:
             "maximum": group.all_reduce_max(numbers).tolist(),
             "minimum": group.all_reduce_min(10 - group.tp_rank),
         }
-
-
-def sum_in_chunks(
-    group: TensorParallelGroup, rows: int, max_chunks: int, whole_numbers: bool, bias: bool
-) -> dict[str, Any]:
-    """Sum the product of a row-parallel layer in chunks of at least 256 rows, and as a whole.
-
-    The messages are so large that two GPUs leave them to NCCL. Returns the rows of each chunk, the largest differences
-    from the whole sum and from the product by one rank, and the digest of the bits.
-    """
-    inputs, outputs = 32, 4096
-    generator = torch.Generator().manual_seed(rows)
-
-    def draw(*shape: int) -> torch.Tensor:
-        values = torch.randn(shape, generator=generator) * 3
-        return (values.round() if whole_numbers else values).to(group.device)
-
-    x, weight, added = draw(rows, inputs), draw(outputs, inputs), draw(outputs)
-    own = slice(group.tp_rank * inputs // group.tp_size, (group.tp_rank + 1) * inputs // group.tp_size)
-    layer = RowParallelLinear(
-        "o_proj", inputs, outputs, bias=bias, context=LayerContext(torch.float32, group.device, group)
-    )
-    assert layer.weight.unquantized is not None
-    layer.weight.unquantized.copy_(weight[:, own])
-    expected = x @ weight.T
-    if layer.bias is not None:
-        layer.bias.copy_(added)
-        expected += added
-    tuning = AllReduceOverlapTuning(max_whole_rows=256, max_chunks=max_chunks, min_chunk_rows=256)
-    with (
-        overridden(replace(tuning_for(group.device), all_reduce_overlap=tuning)),
-        patch.object(group, "start_all_reduce", wraps=group.start_all_reduce) as start,
-    ):
-        output = layer(x[:, own])
-    chunks = [len(call.args[0]) for call in start.call_args_list]
-    assert isinstance(output, PartialSum if not chunks else torch.Tensor)
-    found = reduce_output(output)
-    whole = layer(x[:, own])
-    assert isinstance(whole, PartialSum)
-    return {
-        "chunks": chunks,
-        "from_whole": (found - whole.reduce()).abs().max().item(),
-        "from_one_rank": (found - expected).abs().max().item(),
-        "digest": hashlib.sha256(found.cpu().numpy().tobytes()).hexdigest(),
-    }
 
 
 def generated_greedy(

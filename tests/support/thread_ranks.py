@@ -7,7 +7,7 @@ from typing import Final, TypeVar
 
 import torch
 
-from skiff_runtime.distributed.tensor_parallel import PendingSum, TensorParallelGroup
+from skiff_runtime.distributed.tensor_parallel import TensorParallelGroup
 
 TIMEOUT_SECONDS: Final = 60.0
 CPU: Final = torch.device("cpu")
@@ -35,13 +35,6 @@ class Mailbox:
         self._barrier.abort()
 
 
-class EndedSum:
-    """A sum that ended before it is waited for."""
-
-    def wait(self) -> None:
-        """Return at once."""
-
-
 class ThreadRank(TensorParallelGroup):
     """A rank that is a thread; ``exchanged`` lists its collectives with the bytes that each rank contributed."""
 
@@ -57,17 +50,13 @@ class ThreadRank(TensorParallelGroup):
     def _sum(self, tensor: torch.Tensor) -> None:
         tensor.copy_(torch.stack(self._share("sum", tensor)).sum(0))
 
-    def _start_sum(self, tensor: torch.Tensor) -> PendingSum:
-        self._sum(tensor)
-        return EndedSum()
-
     def _max(self, tensor: torch.Tensor) -> None:
         tensor.copy_(torch.stack(self._share("max", tensor)).amax(0))
 
     def _gather(self, gathered: torch.Tensor, tensor: torch.Tensor) -> None:
         gathered.copy_(torch.cat(self._share("gather", tensor)))
 
-    def _exchange(self, received: torch.Tensor, tensor: torch.Tensor) -> None:
+    def _all_to_all(self, received: torch.Tensor, tensor: torch.Tensor) -> None:
         parts = [each.chunk(self.tp_size)[self.tp_rank] for each in self._share("exchange", tensor)]
         received.copy_(torch.cat(parts))
 

@@ -1,6 +1,6 @@
 """Peer-to-peer all-reduce between the GPUs of one host: the choice of an algorithm, and the memory that it needs.
 
-The kernels are in ``kernels.triton.all_reduce``. All ranks sum by the same algorithm, so it is chosen from what all
+The kernels are in ``kernels.triton.all_reduce``, and what copy engines do is in ``copy_exchange``. All ranks sum by the same algorithm, so it is chosen from what all
 ranks know alike: their number, and the shape and dtype of the message. Only peer access is needed (NVLink, or PCIe
 where the driver allows it), no multicast.
 """
@@ -12,9 +12,12 @@ from typing import Final, TypeVar
 
 import torch
 
+from skiff_runtime.distributed.copy_exchange import RANKS as EXCHANGE_RANKS
+from skiff_runtime.distributed.copy_exchange import CopyExchange, Exchange
 from skiff_runtime.distributed.symmetric_memory import SymmetricBuffer, allocate, map_peers
 from skiff_runtime.errors import CollectiveTimeout, SkiffError
 from skiff_runtime.kernels.fp8_tensors import QuantizedActivations
+from skiff_runtime.kernels.triton.all_reduce.barrier import barrier
 from skiff_runtime.kernels.triton.all_reduce.gemv_all_reduce import (
     fits_outputs,
     gemv_all_reduce_add_rms_norm,
@@ -66,6 +69,7 @@ class Algorithm(Enum):
     LOW_LATENCY = "one-shot, LL"
     ONE_SHOT = "one-shot"
     TWO_SHOT = "two-shot"
+    COPY_ENGINES = "copy engines"
     NCCL = "NCCL"
 
 
@@ -74,8 +78,13 @@ def find_limits(ranks: int, limits: tuple[AllReduceLimits, ...]) -> AllReduceLim
     return next((each for each in limits if each.ranks >= ranks), None)
 
 
-def choose_algorithm(nbytes: int, ranks: int, limits: tuple[AllReduceLimits, ...]) -> Algorithm:
-    """Return the algorithm for a message of ``nbytes`` bytes; NCCL also where no limits are for so many ranks."""
+def choose_algorithm(
+    nbytes: int, ranks: int, limits: tuple[AllReduceLimits, ...], exchange_capacity: int = 0
+) -> Algorithm:
+    """Return the algorithm for a message of ``nbytes`` bytes; NCCL also where no limits are for so many ranks.
+
+    ``exchange_capacity`` is the largest message that copy engines exchange.
+    """
     found = find_limits(ranks, limits)
     if found is None or nbytes == 0 or nbytes % LINE_BYTES:
         return Algorithm.NCCL
@@ -83,7 +92,9 @@ def choose_algorithm(nbytes: int, ranks: int, limits: tuple[AllReduceLimits, ...
         return Algorithm.LOW_LATENCY
     if nbytes <= found.one_shot:
         return Algorithm.ONE_SHOT
-    return Algorithm.TWO_SHOT if nbytes <= found.two_shot else Algorithm.NCCL
+    if nbytes <= found.two_shot:
+        return Algorithm.TWO_SHOT
+    return Algorithm.COPY_ENGINES if nbytes <= exchange_capacity else Algorithm.NCCL
 
 
 class PeerToPeerAllReduce:
@@ -110,6 +121,7 @@ class PeerToPeerAllReduce:
         self._buffer = buffer
         self._limits = tuning_for(memory.table.device).all_reduce
         self._timeout_seconds = timeout_seconds
+        self._exchange: CopyExchange | None = None
 
     @classmethod
     def connect(
@@ -142,17 +154,46 @@ class PeerToPeerAllReduce:
         memory = PeerMemory(ranks, 0, (DETACHED_ADDRESS,) * ranks, table, epochs, control)
         return cls(memory, torch.empty(1, dtype=torch.int64))
 
+    def allocate_exchange(self, nbytes: int, all_ranks: AllRanks) -> None:
+        """Allocate and map the memory by which copy engines exchange messages of up to ``nbytes`` bytes, if this is worth it.
+
+        All ranks must call it with the same size. They sum by NCCL where it is not worth it: for more than two ranks, for
+        messages that a kernel sums, and beyond a limit. Raises ``PeerMemoryUnavailable`` on all ranks if it fails on one.
+        """
+        device, ranks = self._memory.table.device, self._memory.ranks
+        capacity = min(nbytes, tuning_for(device).copy_exchange.max_bytes)
+        if (
+            ranks != EXCHANGE_RANKS
+            or choose_algorithm(capacity, ranks, self._limits, capacity) is not Algorithm.COPY_ENGINES
+        ):
+            return
+        memory = _try_on_all(all_ranks, lambda: allocate(capacity, device))
+        buffer = _try_on_all(all_ranks, lambda: map_peers(memory))
+        peer = buffer.bytes_of_rank(1 - self._memory.rank)
+        self._exchange = CopyExchange(self._memory, memory, peer, buffer)
+
+    def can_exchange(self, nbytes: int, dtype: torch.dtype) -> bool:
+        """Return whether messages of ``nbytes`` bytes are exchanged by copy engines."""
+        return self._choose_for(nbytes, dtype) is Algorithm.COPY_ENGINES
+
+    def start_exchange(self, message: torch.Tensor) -> Exchange:
+        """Begin to exchange a contiguous message [T, n] for which ``can_exchange`` is true."""
+        assert self._exchange is not None
+        return self._exchange.start(message)
+
+    def exchange(self, message: torch.Tensor) -> torch.Tensor:
+        """Return the other rank's contiguous message [T, n], until the next exchange, where ``can_exchange`` is true."""
+        exchange = self.start_exchange(message)
+        exchange.send(slice(None))
+        return exchange.finish()
+
     def choose(self, x: torch.Tensor) -> Algorithm:
         """Return the algorithm by which a message of the shape and dtype of ``x`` is summed."""
         return self._choose_for(x.nbytes, x.dtype)
 
     def can_reduce(self, x: torch.Tensor) -> bool:
         """Return whether messages of the shape and dtype of ``x`` are summed here, not by NCCL."""
-        return self.can_reduce_bytes(x.nbytes, x.dtype)
-
-    def can_reduce_bytes(self, nbytes: int, dtype: torch.dtype) -> bool:
-        """Return whether messages of ``nbytes`` bytes are summed here, not by NCCL."""
-        return self._choose_for(nbytes, dtype) is not Algorithm.NCCL
+        return self.choose(x) is not Algorithm.NCCL
 
     def can_fuse(self, x: torch.Tensor) -> bool:
         """Return whether the norm of rows [T, n] of the shape and dtype of ``x`` can be fused with their sum."""
@@ -179,8 +220,11 @@ class PeerToPeerAllReduce:
         )
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the sum over the ranks, where ``can_reduce`` is true; ``x`` may be overwritten."""
+        """Return the sum over the ranks, where ``choose`` does not return NCCL; ``x`` may be overwritten."""
         algorithm = self.choose(x)
+        if algorithm is Algorithm.COPY_ENGINES:
+            x = x.contiguous()
+            return x.add_(self.exchange(x))
         x = _aligned(x)
         if algorithm is Algorithm.LOW_LATENCY:
             low_latency_all_reduce(x, self._memory)
@@ -230,6 +274,10 @@ class PeerToPeerAllReduce:
             x.contiguous(), matrix, residual.contiguous(), weight, eps, self._memory, next_matrix=next_matrix
         )
 
+    def barrier(self) -> None:
+        """Let the current stream wait for all ranks, as ``kernels.triton.all_reduce.barrier`` does."""
+        barrier(self._memory)
+
     def set_timeout(self, seconds: float) -> None:
         """Bound how long a kernel waits for another rank, from its next launch or replay on."""
         self._timeout_seconds = seconds
@@ -265,7 +313,8 @@ class PeerToPeerAllReduce:
     def _choose_for(self, nbytes: int, dtype: torch.dtype) -> Algorithm:
         if dtype not in DTYPES:
             return Algorithm.NCCL
-        return choose_algorithm(nbytes, self._memory.ranks, self._limits)
+        capacity = 0 if self._exchange is None else self._exchange.capacity
+        return choose_algorithm(nbytes, self._memory.ranks, self._limits, capacity)
 
 
 def make_peer_memory(

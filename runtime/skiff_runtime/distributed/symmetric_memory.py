@@ -44,6 +44,11 @@ class SymmetricBuffer:
         view: torch.Tensor = self.handle.get_buffer(rank, (count,), torch.int64)
         return view
 
+    def bytes_of_rank(self, rank: int) -> torch.Tensor:
+        """Return a rank's memory, uint8 [n]."""
+        view: torch.Tensor = self.handle.get_buffer(rank, tuple(self.memory.shape), torch.uint8)
+        return view
+
 
 def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
     """Allocate uint8 [nbytes] that peers can map; concerns this rank alone.

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Protocol, Self
+from typing import TYPE_CHECKING, Final, Self
 
 import torch
 import torch.distributed as dist
@@ -20,16 +20,10 @@ from skiff_runtime.kernels.rms_norm import add_rms_norm
 
 if TYPE_CHECKING:
     from skiff_runtime.distributed.all_reduce import PeerToPeerAllReduce
+    from skiff_runtime.distributed.copy_exchange import Exchange
 
 STORE_FILE: Final = "ranks.store"
 _BACKENDS: Final = {"cpu": "gloo", "cuda": "nccl"}
-
-
-class PendingSum(Protocol):
-    """A sum over the ranks that has been started; ``dist.Work`` is one."""
-
-    def wait(self) -> object:
-        """Wait for the sum: on a GPU the current stream waits and the host does not, on a CPU the caller does."""
 
 
 class TensorParallelGroup:
@@ -93,24 +87,31 @@ class TensorParallelGroup:
         self._sum(tensor)
         return tensor
 
-    def can_overlap(self, nbytes: int, dtype: torch.dtype) -> bool:
-        """Return whether a sum of ``nbytes`` bytes may be divided into chunks, each summed by ``start_all_reduce``.
+    def allocate_exchange(self, nbytes: int) -> None:
+        """Let the copy engines of two GPUs take part in sums of up to ``nbytes`` bytes that no kernel of ours takes.
 
-        True for what NCCL sums, which does so on a stream of its own, and, for tests, for float32 on a CPU. The answer depends on
-        size and dtype alone, so all ranks give the same one.
+        All ranks must call it. Where the GPUs have no memory for it, log why; NCCL sums these then.
         """
-        if self.tp_size == 1 or (self.device.type == "cpu" and dtype != torch.float32):
-            return False
-        return self._peers is None or not self._peers.can_reduce_bytes(nbytes, dtype)
+        if self._peers is None:
+            return
+        from skiff_runtime.distributed.all_reduce import PeerMemoryUnavailable
 
-    def start_all_reduce(self, tensor: torch.Tensor) -> PendingSum:
-        """Start to sum a contiguous tensor over the ranks in place, beside whatever is launched next.
+        try:
+            self._peers.allocate_exchange(nbytes, lambda ok: self.all_reduce_min(int(ok)) == 1)
+        except PeerMemoryUnavailable as error:
+            log.event("large_all_reduce_by_nccl", reason=str(error))
 
-        Until the caller has waited, it must not use or free the tensor, and must call no collective but this one. An
-        error or a timeout has the same effect as that of ``all_reduce``.
+    def can_exchange(self, nbytes: int, dtype: torch.dtype) -> bool:
+        """Return whether ``start_exchange`` takes messages of ``nbytes`` bytes; all ranks give the same answer."""
+        return self._peers is not None and self._peers.can_exchange(nbytes, dtype)
+
+    def start_exchange(self, message: torch.Tensor) -> "Exchange":
+        """Begin to exchange a contiguous message [T, n] with the only other rank, chunk by chunk, where ``can_exchange`` is true.
+
+        The sum of both is the sum over the ranks. No other collective may be called before the exchange has been finished.
         """
-        assert tensor.is_contiguous()
-        return self._start_sum(tensor)
+        assert self._peers is not None
+        return self._peers.start_exchange(message)
 
     def all_reduce_add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
@@ -122,6 +123,9 @@ class TensorParallelGroup:
         """
         if self._peers is not None and self._peers.can_fuse(x):
             return self._peers.add_rms_norm(x, residual, weight, eps)
+        if self._peers is not None and self._peers.can_exchange(x.nbytes, x.dtype):
+            x = x.contiguous()
+            return add_rms_norm(x, residual, weight, eps, other=self._peers.exchange(x))
         return add_rms_norm(self.all_reduce(x), residual, weight, eps)
 
     def can_fuse_linear(self, x: torch.Tensor, matrix: torch.Tensor) -> bool:
@@ -160,6 +164,9 @@ class TensorParallelGroup:
         """Do what ``all_reduce_add_rms_norm`` does, and quantize the norm to FP8."""
         if self._peers is not None and self._peers.can_fuse(x):
             return self._peers.add_rms_norm_quantize(x, residual, weight, eps, bound)
+        if self._peers is not None and self._peers.can_exchange(x.nbytes, x.dtype):
+            x = x.contiguous()
+            return add_rms_norm_quantize(x, residual, weight, eps, bound, other=self._peers.exchange(x))
         return add_rms_norm_quantize(self.all_reduce(x), residual, weight, eps, bound)
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -182,7 +189,7 @@ class TensorParallelGroup:
         if self.tp_size == 1:
             return tensor
         received = torch.empty_like(tensor, memory_format=torch.contiguous_format)
-        self._exchange(received, tensor.contiguous())
+        self._all_to_all(received, tensor.contiguous())
         return self._join_columns(received)
 
     def all_reduce_max(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -241,12 +248,6 @@ class TensorParallelGroup:
         """Sum ``tensor`` over the ranks in place."""
         dist.all_reduce(tensor)
 
-    def _start_sum(self, tensor: torch.Tensor) -> PendingSum:
-        """Start to sum ``tensor`` over the ranks in place."""
-        work: dist.Work | None = dist.all_reduce(tensor, async_op=True)
-        assert work is not None, "every rank belongs to the process group"
-        return work
-
     def _max(self, tensor: torch.Tensor) -> None:
         """Replace each element of ``tensor`` by the largest over the ranks."""
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
@@ -255,7 +256,7 @@ class TensorParallelGroup:
         """Fill ``gathered`` [tp_size * N, C] with ``tensor`` [N, C] of every rank, one below the other."""
         dist.all_gather_into_tensor(gathered, tensor)
 
-    def _exchange(self, received: torch.Tensor, tensor: torch.Tensor) -> None:
+    def _all_to_all(self, received: torch.Tensor, tensor: torch.Tensor) -> None:
         """Send the i-th of tp_size equal blocks of rows to rank i, and fill ``received`` with those of every rank."""
         dist.all_to_all_single(received, tensor)
 
@@ -291,9 +292,10 @@ class DetachedRank(TensorParallelGroup):
         counts = [] if self._peers is None else self._peers.sample_row_counts(width * dtype.itemsize)
         return [torch.empty((rows, width), dtype=dtype, device=self.device) for rows in counts]
 
-    def can_overlap(self, nbytes: int, dtype: torch.dtype) -> bool:
-        """Return False: without other ranks there is no sum to start, and NCCL's kernels are not compiled here."""
-        return False
+    def launch_barrier(self) -> None:
+        """Launch the kernel on which exchanges by copy engines wait."""
+        if self._peers is not None:
+            self._peers.barrier()
 
     @contextmanager
     def without_peers(self) -> Iterator[None]:
@@ -313,7 +315,7 @@ class DetachedRank(TensorParallelGroup):
     def _gather(self, gathered: torch.Tensor, tensor: torch.Tensor) -> None:
         """Leave ``gathered`` as it is."""
 
-    def _exchange(self, received: torch.Tensor, tensor: torch.Tensor) -> None:
+    def _all_to_all(self, received: torch.Tensor, tensor: torch.Tensor) -> None:
         """Leave ``received`` as it is."""
 
 

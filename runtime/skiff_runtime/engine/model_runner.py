@@ -52,6 +52,7 @@ class ModelRunner(ForwardPass):
             compute_cache_keys()
             log_compilations()
         context = make_layer_context(config, model, group)
+        group.allocate_exchange(config.max_num_batched_tokens * model.hidden_size * context.dtype.itemsize)
         self.lora = context.lora
         """None without ``--enable-lora``."""
         on_phase("weights", 0.0)

@@ -65,14 +65,19 @@ def quantize_static_activations(x: torch.Tensor, scales: torch.Tensor) -> Quanti
 
 
 def add_rms_norm_quantize(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, bound: float = math.inf
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    bound: float = math.inf,
+    other: torch.Tensor | None = None,
 ) -> tuple[QuantizedActivations, torch.Tensor]:
-    """Return (the quantized ``rms_norm`` of the sum, the sum) of x and residual, both [T, n]."""
+    """Return (the quantized ``rms_norm`` of the sum, the sum) of x and residual, both [T, n]; ``other`` as ``add_rms_norm``."""
     if x.device.type == "cuda":
         from skiff_runtime.kernels.triton.fp8 import quantize as kernel
 
-        return kernel.add_rms_norm_quantize(x, residual, weight, eps, bound)
-    normed, total = add_rms_norm(x, residual, weight, eps)
+        return kernel.add_rms_norm_quantize(x, residual, weight, eps, bound, other)
+    normed, total = add_rms_norm(x, residual, weight, eps, other=other)
     return quantize_activations(normed, bound), total
 
 

@@ -33,6 +33,10 @@ class QuantizedActivations:
     scales: torch.Tensor
     dtype: torch.dtype
 
+    def __len__(self) -> int:
+        """Return the number of tokens."""
+        return len(self.values)
+
     def select_rows(self, rows: slice) -> "QuantizedActivations":
         """Return the activations of some of the tokens, in the same memory; not for block FP8."""
         return QuantizedActivations(self.values[rows], self.scales[rows], self.dtype)

@@ -28,11 +28,14 @@ def add_rms_norm(
     weight: torch.Tensor,
     eps: float,
     expand: LoraExpand | None = None,
+    other: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (the ``rms_norm`` of the sum, the sum) of x and residual, both [T, n].
 
-    ``expand`` is added to x first; then x may be overwritten.
+    One of ``expand`` and ``other``, contiguous [T, n], may be added to x first. With ``expand``, x may be overwritten; the sum
+    with ``other`` is rounded as if it were stored.
     """
+    assert expand is None or other is None
     if x.device.type == "cuda":
         if expand is not None:
             from skiff_runtime.kernels.triton.lora.expand_add_rms_norm import expand_add_rms_norm
@@ -40,7 +43,9 @@ def add_rms_norm(
             return expand_add_rms_norm(x, residual, weight, eps, expand)
         from skiff_runtime.kernels.triton.norm_act import rms_norm as kernel
 
-        return kernel.add_rms_norm(x, residual, weight, eps)
+        return kernel.add_rms_norm(x, residual, weight, eps, other)
+    if other is not None:
+        x = x + other
     if expand is not None:
         expand.add_to(x)
     total = x + residual

@@ -435,15 +435,14 @@ class AllReduceLimits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AllReduceOverlapTuning:
-    """Numbers by which ``layers.linear`` divides the rows of a product whose sum over the ranks overlaps with it."""
+class CopyExchangeTuning:
+    """Numbers of ``distributed.copy_exchange``, and by which ``layers.linear`` divides the rows of a product for it."""
 
-    max_whole_rows: int
-    """Products of at most this many rows are not divided; at least the tokens of the largest prefill graph."""
+    max_bytes: int
+    """NCCL sums larger messages."""
     max_chunks: int
-    """With 1, no product is divided."""
     min_chunk_rows: int
-    """A product has at most one chunk for each this many rows."""
+    """A product of fewer than twice as many rows is not divided."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -480,7 +479,7 @@ class Tuning:
     prefill_choice: PrefillChoiceTuning
     all_reduce: tuple[AllReduceLimits, ...]
     """By ascending numbers of ranks."""
-    all_reduce_overlap: AllReduceOverlapTuning
+    copy_exchange: CopyExchangeTuning
     gemv_all_reduce: GemvAllReduceTuning
 
 
@@ -827,9 +826,11 @@ HOPPER: Final = Tuning(
             ranks=8, low_latency=64 << 10, one_shot=128 << 10, fused_one_shot=128 << 10, two_shot=32 << 20
         ),
     ),
-    # Two H200, the fastest of four runs, ms of 16,384 rows by 4,096 and by 12,800 inputs, 5,120 outputs: whole 1.53 and 3.45,
-    # 2 chunks 1.54 and 3.50, 4 chunks 1.41 and 3.34, 8 chunks 1.46 and 3.47. Untuned for fewer rows and more ranks.
-    all_reduce_overlap=AllReduceOverlapTuning(max_whole_rows=8191, max_chunks=4, min_chunk_rows=2048),
+    # Two H200, ms of product, sum and norm of 16,384 rows by 4,096 and by 12,800 inputs, 5,120 outputs: NCCL behind the product
+    # 1.72 and 3.60; 1 chunk 1.62 and 3.58, 4 chunks by halves 1.27 and 3.38, 3 1.31 and 3.38, 4 equal ones 1.32 and 3.40, 8
+    # 1.27 and 3.34. Of 4,096 rows 0.52 and 1.19; 0.47 and 1.06, 0.37 and 0.93, 0.39 and 0.94, 0.40 and 0.93, 0.49 and 0.97.
+    # Untuned: the limit of the message.
+    copy_exchange=CopyExchangeTuning(max_bytes=256 << 20, max_chunks=4, min_chunk_rows=512),
     # Two H100, us for a layer of Qwen3-32B at batch 1, of two ranks. Untuned for more.
     gemv_all_reduce=GemvAllReduceTuning(
         # The bound between the two cases that were measured, 4,096 and 12,800 inputs.
@@ -856,9 +857,8 @@ DEFAULT: Final = HOPPER
 CPU: Final = replace(
     DEFAULT,
     lora=replace(DEFAULT.lora, appended=AppendedLoraTuning(max_rows=0, max_rank=0, max_elements=0)),
-    all_reduce_overlap=replace(DEFAULT.all_reduce_overlap, max_chunks=1),
 )
-"""For Triton's interpreter, and for PyTorch on a CPU, where no launch is saved, and where sums and products share the cores."""
+"""For Triton's interpreter, and for PyTorch on a CPU, where no launch is saved."""
 
 _overrides: Final[list[Tuning]] = []
 

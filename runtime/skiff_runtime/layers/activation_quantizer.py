@@ -27,9 +27,14 @@ class ActivationQuantizer(ABC):
 
     @abstractmethod
     def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        other: torch.Tensor | None = None,
     ) -> tuple[QuantizedActivations, torch.Tensor]:
-        """Return (the quantized RMSNorm of the sum, the sum) of ``x`` and ``residual``."""
+        """Return (the quantized RMSNorm of the sum, the sum) of ``x``, ``other`` and ``residual``; ``x`` may be overwritten."""
 
     def all_reduce_add_rms_norm(
         self,
@@ -57,9 +62,14 @@ class TokenQuantizer(ActivationQuantizer):
         return quantize_activations(x, self._bound)
 
     def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        other: torch.Tensor | None = None,
     ) -> tuple[QuantizedActivations, torch.Tensor]:
-        return add_rms_norm_quantize(x, residual, weight, eps, self._bound)
+        return add_rms_norm_quantize(x, residual, weight, eps, self._bound, other)
 
     def all_reduce_add_rms_norm(
         self,
@@ -83,8 +93,14 @@ class GroupQuantizer(ActivationQuantizer):
         return quantize_grouped_activations(x)
 
     def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        other: torch.Tensor | None = None,
     ) -> tuple[QuantizedActivations, torch.Tensor]:
+        x = x if other is None else x.add_(other)
         return add_rms_norm_quantize_groups(x, residual, weight, eps)
 
     def silu_and_mul(self, gate_up: torch.Tensor) -> QuantizedActivations:

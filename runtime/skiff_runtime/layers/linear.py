@@ -12,8 +12,7 @@ from typing import Final
 import torch
 
 from skiff_runtime.kernels.fp8 import Activations
-from skiff_runtime.kernels.fp8_tensors import QuantizedActivations
-from skiff_runtime.kernels.tuning import AllReduceOverlapTuning, tuning_for
+from skiff_runtime.kernels.tuning import CopyExchangeTuning, tuning_for
 from skiff_runtime.layers.linear_weight import (
     LinearWeight,
     MatrixPart,
@@ -21,7 +20,7 @@ from skiff_runtime.layers.linear_weight import (
     make_weight,
 )
 from skiff_runtime.layers.lora import LinearOutput, LoraLayer, LoraModule
-from skiff_runtime.layers.partial_sum import LayerOutput, PartialProduct, PartialSum
+from skiff_runtime.layers.partial_sum import ExchangedSum, LayerOutput, PartialProduct, PartialSum
 from skiff_runtime.layers.sharding import LayerContext, WeightShard, replicated_weight
 
 ROW_MULTIPLE: Final = 256
@@ -112,25 +111,25 @@ class ColumnParallelLinear:
             yield prefix, self._lora
 
 
-def divide_rows(rows: int, tuning: AllReduceOverlapTuning) -> list[slice]:
-    """Return the chunks of a product of ``rows`` rows whose sums overlap with it; only one if it is not worth dividing.
+def divide_rows(rows: int, tuning: CopyExchangeTuning) -> list[slice]:
+    """Return the chunks of a product of ``rows`` rows, each of which is sent while the next one is computed.
 
-    Chunks are equal and a multiple of ``ROW_MULTIPLE``, except for the last one, which may be smaller: its sum overlaps with
-    no product.
+    Each chunk is half of what remains, in whole ``ROW_MULTIPLE`` rows: few chunks, and little that is sent behind the last one.
     """
-    chunks = min(tuning.max_chunks, rows // tuning.min_chunk_rows)
-    if rows <= tuning.max_whole_rows or chunks <= 1:
-        return [slice(0, rows)]
-    size = -(-rows // (chunks * ROW_MULTIPLE)) * ROW_MULTIPLE
-    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
+    chunks: list[slice] = []
+    start = 0
+    while len(chunks) < tuning.max_chunks - 1 and rows - start >= 2 * tuning.min_chunk_rows:
+        half = -(-(rows - start) // (2 * ROW_MULTIPLE)) * ROW_MULTIPLE
+        chunks.append(slice(start, start + half))
+        start += half
+    return [*chunks, slice(start, rows)]
 
 
 class RowParallelLinear:
     """[T, this rank's inputs] -> [T, outputs]: with more than one rank a partial sum; the bias is added after the sum.
 
-    The product of a partial sum is left to the norm behind it where one launch computes both. With very many rows, as in
-    the prefill of long prompts, the layer returns the sum: the rows are divided into chunks, and the sum of each runs
-    while the next chunk is multiplied.
+    The product of a partial sum is left to the norm behind it where one launch computes both. With many rows, as in
+    prefill, two ranks exchange their products while they compute them, chunk by chunk, and leave the addition to the norm.
     """
 
     def __init__(self, name: str, inputs: int, outputs: int, *, bias: bool, context: LayerContext) -> None:
@@ -164,42 +163,30 @@ class RowParallelLinear:
             and self._group.can_fuse_linear(x, matrix)
         ):
             return PartialProduct(x, matrix, self._group)
-        chunks = self._divide_overlapped(x)
-        if len(chunks) > 1:
-            return self._multiply_and_sum(x, chunks)
+        if self._can_exchange(x):
+            return self._multiply_and_exchange(x)
         part = _apply(x, self.weight, self._lora)
         assert isinstance(part, torch.Tensor), "nothing is appended to a part of a sum"
         return PartialSum(part, self._group, self.bias)
 
-    def _divide_overlapped(self, x: Activations) -> list[slice]:
-        """Return the chunks of rows that ``_multiply_and_sum`` should take, or only one.
+    def _can_exchange(self, x: Activations) -> bool:
+        """Return whether ``_multiply_and_exchange`` takes ``x``.
 
         The answer depends on the shape and dtype of the product, and on whether the step has adapters, so all ranks agree.
-        Steps that prefill graphs capture are never divided: ``max_whole_rows`` is at least their size.
         """
-        values = x.values if isinstance(x, QuantizedActivations) else x
-        whole = [slice(0, len(values))]
         if self._context.has_adapters or not self.weight.supports_apply_into:
-            return whole
-        chunks = divide_rows(len(values), tuning_for(self._group.device).all_reduce_overlap)
-        nbytes = len(values) * self._shape[0] * x.dtype.itemsize
-        return chunks if len(chunks) > 1 and self._group.can_overlap(nbytes, x.dtype) else whole
+            return False
+        return self._group.can_exchange(len(x) * self._shape[0] * x.dtype.itemsize, x.dtype)
 
-    def _multiply_and_sum(self, x: Activations, chunks: list[slice]) -> torch.Tensor:
-        """Return the sum over the ranks [T, outputs], with the bias: each chunk's sum runs beside the next product.
-
-        All products and sums are written into one output, so no more memory is needed than for ``PartialSum`` (one chunk
-        more for FP8 weights of a float16 model). All sums have been waited for on return, so the output may be freed.
-        """
-        out = torch.empty((chunks[-1].stop, self._shape[0]), dtype=x.dtype, device=self._group.device)
-        sums = []
-        for rows in chunks:
+    def _multiply_and_exchange(self, x: Activations) -> ExchangedSum:
+        """Return the products of both ranks [T, outputs]; each chunk of rows is sent beside the product of the next one."""
+        out = torch.empty((len(x), self._shape[0]), dtype=x.dtype, device=self._group.device)
+        exchange = self._group.start_exchange(out)
+        for rows in divide_rows(len(x), tuning_for(self._group.device).copy_exchange):
             part = x[rows] if isinstance(x, torch.Tensor) else x.select_rows(rows)
             self.weight.apply_into(part, out[rows])
-            sums.append(self._group.start_all_reduce(out[rows]))
-        for each in sums:
-            each.wait()
-        return out if self.bias is None else out.add_(self.bias)
+            exchange.send(rows)
+        return ExchangedSum(out, exchange.finish(), self.bias)
 
     def weight_shards(self, prefix: str) -> Iterator[WeightShard]:
         """Yield the shards of the checkpoint's tensors that fill this layer."""

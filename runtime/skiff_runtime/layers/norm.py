@@ -8,7 +8,13 @@ from skiff_runtime.kernels.fp8 import Activations
 from skiff_runtime.kernels.rms_norm import add_rms_norm, rms_norm
 from skiff_runtime.layers.activation_quantizer import ActivationQuantizer, make_activation_quantizer
 from skiff_runtime.layers.lora import DeferredExpand
-from skiff_runtime.layers.partial_sum import LayerOutput, PartialProduct, PartialSum, reduce_output
+from skiff_runtime.layers.partial_sum import (
+    ExchangedSum,
+    LayerOutput,
+    PartialProduct,
+    PartialSum,
+    reduce_output,
+)
 from skiff_runtime.layers.sharding import LayerContext, WeightShard, replicated_weight
 
 
@@ -69,6 +75,10 @@ class QuantizingRMSNorm:
             if quantizer is not None:
                 return quantizer.all_reduce_add_rms_norm(x.group, x.part, residual, self.weight, self.eps)
             return x.group.all_reduce_add_rms_norm(x.part, residual, self.weight, self.eps)
+        if isinstance(x, ExchangedSum) and x.bias is None:
+            if quantizer is not None:
+                return quantizer.add_rms_norm(x.part, residual, self.weight, self.eps, x.other)
+            return add_rms_norm(x.part, residual, self.weight, self.eps, other=x.other)
         output = reduce_output(x)
         if quantizer is not None:
             return quantizer.add_rms_norm(output, residual, self.weight, self.eps)

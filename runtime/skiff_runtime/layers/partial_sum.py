@@ -3,7 +3,8 @@
 A row-parallel layer and the norm behind it belong to different parts of a decoder layer, and one kernel computes the
 all-reduce, the residual addition and the norm together. So the layer returns its part of the sum, as a type of its own
 that cannot be mistaken for the sum, and the norm decides. For one token the product itself can be part of that kernel;
-then the layer returns it before it is computed.
+then the layer returns it before it is computed. The parts of many tokens are exchanged while they are computed; then the
+layer returns both.
 """
 
 from dataclasses import dataclass
@@ -57,8 +58,29 @@ class PartialProduct:
         return self.multiply().reduce()
 
 
-LayerOutput = torch.Tensor | PartialSum | PartialProduct | DeferredExpand
-"""The output of a block: complete, with more than one rank a part of it, or without the adapters' products."""
+@dataclass(frozen=True, slots=True)
+class ExchangedSum:
+    """This rank's part [T, n] of a sum over two ranks and the other rank's, which is valid until the next exchange.
+
+    ``bias`` [n] is added once.
+    """
+
+    part: torch.Tensor
+    other: torch.Tensor
+    bias: torch.Tensor | None = None
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return len(self.part)
+
+    def reduce(self) -> torch.Tensor:
+        """Return the sum [T, n], in the memory of the part."""
+        total = self.part.add_(self.other)
+        return total if self.bias is None else total.add_(self.bias)
+
+
+LayerOutput = torch.Tensor | PartialSum | PartialProduct | ExchangedSum | DeferredExpand
+"""The output of a block: complete, with more than one rank not yet summed, or without the adapters' products."""
 
 
 def reduce_output(output: LayerOutput) -> torch.Tensor:

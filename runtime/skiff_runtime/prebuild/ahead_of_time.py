@@ -12,6 +12,7 @@ import torch
 from skiff_runtime.attention.base import AttentionBatch
 from skiff_runtime.attention.hybrid import HybridAttention, TritonDecode, TritonPrefill
 from skiff_runtime.config import Config
+from skiff_runtime.distributed.copy_exchange import RANKS as EXCHANGE_RANKS
 from skiff_runtime.distributed.tensor_parallel import DetachedRank
 from skiff_runtime.engine.decode_graph import DecodeGraphRunner
 from skiff_runtime.engine.forward_pass import ForwardPass
@@ -34,7 +35,7 @@ from skiff_runtime.kernels.triton.runtime.compilation_log import log_compilation
 from skiff_runtime.kernels.tuning import tuning_for
 from skiff_runtime.kvcache.kv_pool import KVPool
 from skiff_runtime.layers.norm import QuantizingRMSNorm
-from skiff_runtime.layers.partial_sum import PartialSum
+from skiff_runtime.layers.partial_sum import ExchangedSum, PartialSum
 from skiff_runtime.models.config import ModelConfig
 from skiff_runtime.models.registry import make_model
 from skiff_runtime.prebuild.offline_driver import LaunchSignature, use_offline_driver
@@ -195,12 +196,17 @@ class _FakeRank:
         return inputs, attention
 
     def sum_messages(self) -> None:
-        """Sum messages of every size for which there is a kernel, alone and fused with the norm."""
+        """Sum messages of every size for which there is a kernel, alone and fused with the norm, and those of two ranks' copies."""
         for message in self._group.sample_messages(self._dtype):
             self._group.all_reduce(message)
         for norm in self._norms:
             for rows in self._group.sample_rows(len(norm.weight), self._dtype):
                 norm.add_and_normalize(PartialSum(rows, self._group), rows)
+        if self._group.tp_size == EXCHANGE_RANKS:
+            self._group.launch_barrier()
+            for norm in self._norms:
+                rows = torch.empty((2, len(norm.weight)), dtype=self._dtype, device=self._device)
+                norm.add_and_normalize(ExchangedSum(rows, rows), rows)
 
     def run_without_peers(self) -> None:
         """Run one token as on GPUs without peer access, where no product is fused with its sum."""

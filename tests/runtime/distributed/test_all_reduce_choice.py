@@ -19,7 +19,7 @@ from skiff_runtime.distributed.all_reduce import (
     choose_algorithm,
     make_peer_memory,
 )
-from skiff_runtime.distributed.tensor_parallel import DetachedRank, TensorParallelGroup
+from skiff_runtime.distributed.tensor_parallel import TensorParallelGroup
 from skiff_runtime.errors import CollectiveTimeout, ConfigError
 from skiff_runtime.kernels.tuning import HOPPER, AllReduceLimits
 from skiff_runtime.processes.resolve import resolve
@@ -66,31 +66,82 @@ def test_integers_are_left_to_nccl() -> None:
     assert peers.can_fuse(torch.empty(3, 64)) and not peers.can_fuse(torch.empty(3, 63))
 
 
+class FakeExchange:
+    """Memory for messages of up to 4 MiB."""
+
+    capacity = 4 << 20
+
+
 @pytest.mark.parametrize(
-    ("nbytes", "dtype", "overlaps"),
+    ("nbytes", "dtype", "exchanged"),
     [
         (1 << 20, torch.bfloat16, False),
         ((1 << 20) + 16, torch.bfloat16, True),
-        ((1 << 20) - 8, torch.bfloat16, True),
-        (1 << 10, torch.int64, True),
+        ((1 << 20) + 8, torch.bfloat16, False),
+        (4 << 20, torch.float32, True),
+        ((4 << 20) + 16, torch.float32, False),
+        (2 << 20, torch.int64, False),
     ],
 )
-def test_sums_in_chunks_are_those_of_nccl(nbytes: int, dtype: torch.dtype, overlaps: bool) -> None:
+def test_copy_engines_take_what_kernels_do_not_and_their_memory_holds(
+    nbytes: int, dtype: torch.dtype, exchanged: bool
+) -> None:
     peers = PeerToPeerAllReduce.detached(2, torch.device("cpu"))
     peers._limits = LIMITS
     group = TensorParallelGroup(0, 2, torch.device("cuda", 0))
-    assert group.can_overlap(nbytes, dtype)
+    assert not group.can_exchange(nbytes, dtype)
     group._peers = peers
-    assert group.can_overlap(nbytes, dtype) is overlaps
-    assert peers.can_reduce(torch.empty(nbytes // dtype.itemsize, dtype=dtype)) is not overlaps
+    assert not group.can_exchange(nbytes, dtype)
+    peers._exchange = FakeExchange()  # type: ignore[assignment]
+    assert group.can_exchange(nbytes, dtype) is exchanged
+    x = torch.empty(nbytes // dtype.itemsize, dtype=dtype)
+    assert (peers.choose(x) is Algorithm.COPY_ENGINES) is exchanged
+    assert not peers.can_fuse(x[None]) or not exchanged
 
 
-def test_sums_in_chunks_need_other_ranks_and_on_a_cpu_float32() -> None:
-    size = 1 << 30
-    assert not TensorParallelGroup(0, 1, torch.device("cuda", 0)).can_overlap(size, torch.bfloat16)
-    assert TensorParallelGroup(1, 2).can_overlap(size, torch.float32)
-    assert not TensorParallelGroup(1, 2).can_overlap(size, torch.bfloat16)
-    assert not DetachedRank(0, 2).can_overlap(size, torch.float32)
+@pytest.mark.parametrize(
+    ("ranks", "nbytes", "allocated"),
+    [(2, 1 << 20, 0), (2, 3 << 20, 3 << 20), (2, 1 << 40, HOPPER.copy_exchange.max_bytes), (4, 3 << 20, 0)],
+)
+def test_memory_for_exchanges_is_bounded_and_allocated_where_it_is_used(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, nbytes: int, allocated: int
+) -> None:
+    sizes: list[int] = []
+
+    def allocate(size: int, _: torch.device) -> torch.Tensor:
+        sizes.append(size)
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(all_reduce, "allocate", allocate)
+    peers = PeerToPeerAllReduce.detached(ranks, torch.device("cpu"))
+    peers._limits = LIMITS
+    if allocated:
+        with pytest.raises(PeerMemoryUnavailable, match="out of memory"):
+            peers.allocate_exchange(nbytes, votes())
+    else:
+        peers.allocate_exchange(nbytes, votes())
+    assert sizes == ([allocated] if allocated else [])
+
+
+def test_ranks_without_memory_for_exchanges_sum_by_nccl_and_say_why(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    TensorParallelGroup(0, 2).allocate_exchange(1 << 30)  # without peer access there is nothing to do
+    group = TensorParallelGroup(0, 2)
+    group._peers = PeerToPeerAllReduce.detached(2, torch.device("cpu"))
+    monkeypatch.setattr(group, "all_reduce_min", lambda value: value)
+    monkeypatch.setattr(all_reduce, "allocate", lambda *_: None)
+
+    def map_peers(_: torch.Tensor) -> Any:
+        raise RuntimeError("no more mappings")
+
+    monkeypatch.setattr(all_reduce, "map_peers", map_peers)
+    with caplog.at_level("INFO", logger="skiff"):
+        group.allocate_exchange(64 << 20)
+    assert [each.getMessage() for each in caplog.records] == [
+        'large_all_reduce_by_nccl reason="no more mappings"'
+    ]
+    assert not group.can_exchange(64 << 20, torch.bfloat16)
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from all_reduce_ranks import (
+    EXCHANGES,
     KINDS,
     SIZES,
     come_late,
+    exchange,
     fuse,
     multiply_and_fuse,
     refresh,
@@ -65,7 +67,7 @@ def test_sums_are_those_of_rank_order_bit_for_bit(
     assert 0 < sum(results[0]["epochs"][1:]) < rounds * CHANNELS
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "gemv"])
+@pytest.mark.parametrize("kind", [*KINDS, "gemv", "barrier"])
 def test_words_of_the_channels_that_take_part_are_rewritten_before_marks_repeat(
     pools: Pools, tmp_path: Path, kind: str
 ) -> None:
@@ -105,7 +107,7 @@ def test_fused_product_equals_gemv_sum_and_norm(
 
 @pytest.mark.parametrize(
     ("kind", "collective"),
-    [("words", 1), ("one-shot", 2), ("two-shot", 3), ("fused one-shot", 2), ("gemv", 1)],
+    [("words", 1), ("one-shot", 2), ("two-shot", 3), ("fused one-shot", 2), ("gemv", 1), ("barrier", 4)],
 )
 def test_rank_that_waits_in_vain_gives_up_and_reports(
     pools: Pools, tmp_path: Path, kind: str, collective: int
@@ -128,6 +130,17 @@ def test_rank_that_comes_late_completes_what_was_sent_in_whole_and_times_out(
     assert first == [{"right": False, "failed": True}] * 3
     assert second[:completed] == [{"right": True, "failed": False}] * completed
     assert second[completed:] == [{"right": False, "failed": True}] * (3 - completed)
+
+
+@pytest.mark.parametrize("first_epoch", [1, REFRESH - 7])
+def test_exchanged_messages_are_those_of_the_other_rank(
+    pools: Pools, tmp_path: Path, first_epoch: int
+) -> None:
+    """No rank writes the next message before the other one has read the last, and none reads before all rows are there."""
+    first, second = pools(2).run(exchange, str(tmp_path), first_epoch)
+    assert first == second
+    assert first["wrong"] == [] and not first["failed"]
+    assert first["calls"][0] > 2 * EXCHANGES and first["calls"][1] == 0
 
 
 @pytest.mark.parametrize("stale", itertools.product((0, 1), repeat=2))

@@ -245,6 +245,11 @@ def test_fused_quantization_equals_the_reference(rows: int, width: int, dtype: t
         )
         assert_quantized_alike(found, expected)
         assert torch.equal(total.cpu(), expected_total)
+    other = noise(rows, width, dtype=dtype, seed=3)
+    found, total = quantize.add_rms_norm_quantize(x[:, :width], residual, weight, 1e-5, other=other)
+    expected, expected_total = quantize.add_rms_norm_quantize(x[:, :width] + other, residual, weight, 1e-5)
+    assert torch.equal(found.values.float(), expected.values.float())
+    assert torch.equal(found.scales, expected.scales) and torch.equal(total, expected_total)
 
 
 @pytest.mark.parametrize("rows", [1, 4])

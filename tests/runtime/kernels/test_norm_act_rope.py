@@ -26,6 +26,13 @@ def test_rms_norm_with_and_without_residual(rows: int, width: int, dtype: torch.
     assert error(total, expected_total) < TOLERANCE[dtype]
     assert error(normed, exact_rms_norm(expected_total, weight)) < TOLERANCE[dtype]
     assert error(rms_norm(x, weight, 1e-5), exact_rms_norm(x.double(), weight)) < TOLERANCE[dtype]
+    other = noise(rows, width, dtype=dtype, seed=3)
+    found = add_rms_norm(x, residual, weight, 1e-5, other)
+    expected = add_rms_norm(x + other, residual, weight, 1e-5)
+    if dtype == torch.bfloat16 and DEVICE.type == "cpu":  # Triton's interpreter does not round to nearest
+        assert all(error(*pair) < TOLERANCE[dtype] for pair in zip(found, expected, strict=True))
+    else:
+        assert all(map(torch.equal, found, expected))
 
 
 def exact_rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

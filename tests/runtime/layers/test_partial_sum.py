@@ -1,5 +1,6 @@
 """Partial sums: what a row-parallel layer returns, and norms that complete it."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -8,16 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from skiff_runtime.distributed.tensor_parallel import DetachedRank, PendingSum, TensorParallelGroup
+from skiff_runtime.distributed.tensor_parallel import DetachedRank, TensorParallelGroup
 from skiff_runtime.kernels.fp8 import quantize_activations
 from skiff_runtime.kernels.fp8_tensors import QuantizedActivations
 from skiff_runtime.kernels.rms_norm import rms_norm
-from skiff_runtime.kernels.tuning import DEFAULT, AllReduceOverlapTuning, overridden
+from skiff_runtime.kernels.tuning import DEFAULT, CopyExchangeTuning, overridden
+from skiff_runtime.layers.activation_quantizer import GroupQuantizer
 from skiff_runtime.layers.linear import RowParallelLinear, divide_rows
 from skiff_runtime.layers.linear_weight import Fp8LinearWeight, UnquantizedLinearWeight
 from skiff_runtime.layers.lora import LoraState
 from skiff_runtime.layers.norm import QuantizingRMSNorm
-from skiff_runtime.layers.partial_sum import PartialProduct, PartialSum, reduce_output
+from skiff_runtime.layers.partial_sum import ExchangedSum, PartialProduct, PartialSum, reduce_output
 from skiff_runtime.layers.sharding import LayerContext
 
 CPU = torch.device("cpu")
@@ -36,30 +38,37 @@ class TwinGroup(TensorParallelGroup):
         tensor.mul_(2)
 
 
-class DelayedSum:
-    """A sum that is not there until it is waited for, as a kernel on another stream may leave it."""
+class RecordedExchange:
+    """Takes the rows of a message when they are sent."""
 
-    def __init__(self, tensor: torch.Tensor, waited: list[int]) -> None:
-        self._tensor, self._part, self._waited = tensor, tensor.clone(), waited
-        tensor.fill_(torch.nan)
+    def __init__(self, message: torch.Tensor) -> None:
+        self._message = message
+        self._sent = torch.full_like(message, torch.nan)
+        self.sizes: list[int] = []
 
-    def wait(self) -> None:
-        self._waited.append(len(self._tensor))
-        self._tensor.copy_(self._part * 2)
+    def send(self, rows: slice) -> None:
+        self._sent[rows] = self._message[rows]
+        self.sizes.append(len(self._message[rows]))
+
+    def finish(self) -> torch.Tensor:
+        return self._sent
 
 
-class OverlappingGroup(TwinGroup):
-    """Starts sums, and records the rows of each; none may be waited for before all have been started."""
+class ExchangingGroup(TwinGroup):
+    """Two ranks that exchange messages of at least ``MIN_BYTES``."""
+
+    MIN_BYTES = 512 * 24 * 4
 
     def __init__(self) -> None:
         super().__init__()
-        self.started: list[int] = []
-        self.waited: list[int] = []
+        self.exchanges: list[RecordedExchange] = []
 
-    def _start_sum(self, tensor: torch.Tensor) -> PendingSum:
-        assert not self.waited, "the next product would run behind the sum, not beside it"
-        self.started.append(len(tensor))
-        return DelayedSum(tensor, self.waited)
+    def can_exchange(self, nbytes: int, dtype: torch.dtype) -> bool:
+        return nbytes >= self.MIN_BYTES
+
+    def start_exchange(self, message: torch.Tensor) -> RecordedExchange:
+        self.exchanges.append(RecordedExchange(message))
+        return self.exchanges[-1]
 
 
 class FusingGroup(TwinGroup):
@@ -87,9 +96,9 @@ class FusingGroup(TwinGroup):
 
 @contextmanager
 def chunks_of_256_rows(max_chunks: int = 4) -> Iterator[None]:
-    """Divide products of more than 256 rows."""
-    tuning = AllReduceOverlapTuning(max_whole_rows=256, max_chunks=max_chunks, min_chunk_rows=256)
-    with overridden(replace(DEFAULT, all_reduce_overlap=tuning)):
+    """Divide products of at least 512 rows."""
+    tuning = replace(DEFAULT.copy_exchange, max_chunks=max_chunks, min_chunk_rows=256)
+    with overridden(replace(DEFAULT, copy_exchange=tuning)):
         yield
 
 
@@ -177,27 +186,27 @@ def test_quantizing_norm_completes_a_partial_sum() -> None:
     [
         (0, [0]),
         (1, [1]),
-        (4096, [4096]),
-        (4097, [2304, 1793]),
-        (6143, [3072, 3071]),
-        (6144, [2048, 2048, 2048]),
-        (8192, [2048] * 4),
-        (10_001, [2560, 2560, 2560, 2321]),
-        (16_384, [4096] * 4),
+        (1023, [1023]),
+        (1024, [512, 512]),
+        (1300, [768, 532]),
+        (2048, [1024, 512, 512]),
+        (4096, [2048, 1024, 512, 512]),
+        (10_001, [5120, 2560, 1280, 1041]),
+        (16_384, [8192, 4096, 2048, 2048]),
     ],
 )
-def test_chunks_are_equal_multiples_but_for_the_last(rows: int, sizes: list[int]) -> None:
-    tuning = AllReduceOverlapTuning(max_whole_rows=4096, max_chunks=4, min_chunk_rows=2048)
+def test_chunks_are_halves_of_what_remains(rows: int, sizes: list[int]) -> None:
+    tuning = CopyExchangeTuning(max_bytes=0, max_chunks=4, min_chunk_rows=512)
     chunks = divide_rows(rows, tuning)
     assert [each.stop - each.start for each in chunks] == sizes
     assert [each.start for each in chunks] == [0, *(each.stop for each in chunks[:-1])]
     assert divide_rows(rows, replace(tuning, max_chunks=1)) == [slice(0, rows)]
 
 
-@pytest.mark.parametrize("max_chunks", [2, 4, 8])
+@pytest.mark.parametrize("max_chunks", [1, 2, 8])
 @pytest.mark.parametrize("bias", [False, True])
-def test_sum_of_many_rows_overlaps_with_the_product(max_chunks: int, bias: bool) -> None:
-    group = OverlappingGroup()
+def test_products_of_many_rows_are_exchanged_in_chunks(max_chunks: int, bias: bool) -> None:
+    group = ExchangingGroup()
     context = LayerContext(torch.float32, CPU, group)
     layer = RowParallelLinear("o_proj", 16, 24, bias=bias, context=context)
     assert layer.weight.unquantized is not None
@@ -205,53 +214,67 @@ def test_sum_of_many_rows_overlaps_with_the_product(max_chunks: int, bias: bool)
     if layer.bias is not None:
         layer.bias.copy_(noise(24, seed=2))
     x, residual = noise(2000, 8, seed=3), noise(2000, 24, seed=4)
+    assert isinstance(layer(x[:511]), PartialSum)
     with chunks_of_256_rows(max_chunks):
-        output = layer(x)
-        assert isinstance(layer(x[:256]), PartialSum) and isinstance(layer(x[:511]), PartialSum)
-    assert isinstance(output, torch.Tensor) and output.is_contiguous()
-    size = {2: 1024, 4: 512, 8: 512}[max_chunks]  # seven chunks would have 286 rows, which is no multiple
-    assert group.started == [min(size, 2000 - start) for start in range(0, 2000, size)] and group.sums == 0
-    assert group.waited == group.started
-    expected = 2 * (x @ weight.T) + (layer.bias if layer.bias is not None else 0)
-    torch.testing.assert_close(output, expected)
+        output, again = layer(x), layer(x)
+    sizes = {1: [2000], 2: [1024, 976], 8: [1024, 512, 464]}[max_chunks]
+    assert [each.sizes for each in group.exchanges] == [sizes] * 2
+    assert isinstance(output, ExchangedSum) and len(output) == 2000 and torch.equal(output.other, output.part)
     norm = QuantizingRMSNorm(24, EPS, context)
     norm.weight.copy_(noise(24, seed=5))
     normed, total = norm.add_and_normalize(output, residual)
+    expected = 2 * (x @ weight.T) + (layer.bias if layer.bias is not None else 0)
     assert group.sums == 0 and isinstance(normed, torch.Tensor)
     torch.testing.assert_close(total, expected + residual)
     torch.testing.assert_close(normed, rms_norm(expected + residual, norm.weight, EPS))
+    torch.testing.assert_close(reduce_output(again), expected)
 
 
 @pytest.mark.parametrize("quantized", [False, True])
-def test_sum_of_an_fp8_product_overlaps_with_it(quantized: bool) -> None:
-    group = OverlappingGroup()
+@pytest.mark.parametrize("bias", [False, True])
+def test_products_in_fp8_are_exchanged_in_chunks(quantized: bool, bias: bool) -> None:
+    group = ExchangingGroup()
     context = LayerContext(torch.float32, CPU, group, "fp8")
-    layer = RowParallelLinear("o_proj", 64, 32, bias=False, context=context)
+    layer = RowParallelLinear("o_proj", 64, 32, bias=bias, context=context)
     assert isinstance(layer.weight, Fp8LinearWeight)
     layer.weight.matrix.values.copy_(noise(32, 32, seed=1).to(layer.weight.matrix.values.dtype))
     layer.weight.matrix.scales.copy_(noise(32, 1, seed=2).abs())
-    x = noise(600, 32, seed=3)
+    if layer.bias is not None:
+        layer.bias.copy_(noise(32, seed=6))
+    x, residual = noise(600, 32, seed=3), noise(600, 32, seed=4)
     given = quantize_activations(x) if quantized else x
-    whole = layer(given)
-    assert isinstance(whole, PartialSum) and not group.started
     with chunks_of_256_rows():
         output = layer(given)
-    assert isinstance(output, torch.Tensor) and group.started == [512, 88]
-    torch.testing.assert_close(output, whole.reduce())
+    assert isinstance(output, ExchangedSum) and group.exchanges[0].sizes == [512, 88]
+    bias_row = torch.zeros(32) if layer.bias is None else layer.bias
+    expected = 2 * layer.weight.apply(given) + bias_row + residual
+    norm = QuantizingRMSNorm(32, EPS, context)
+    norm.weight.copy_(noise(32, seed=5))
+    normed, total = norm.add_and_normalize(output, residual)
+    assert isinstance(normed, QuantizedActivations) and group.sums == 0
+    torch.testing.assert_close(total, expected)
+    wanted = quantize_activations(rms_norm(total, norm.weight, EPS), math.inf)
+    assert torch.equal(normed.values.float(), wanted.values.float())
 
 
-def test_sum_is_left_to_the_norm_where_it_cannot_overlap() -> None:
-    """With 16-bit types on a CPU, a lone rank's shard, and adapters; a step without adapters on the same layer can."""
+def test_norm_that_quantizes_groups_adds_the_other_part() -> None:
+    part, other, residual, weight = (noise(3, 256, seed=seed) for seed in range(4))
+    normed, total = GroupQuantizer().add_rms_norm(part.clone(), residual, weight[0], EPS, other)
+    wanted, wanted_total = GroupQuantizer().add_rms_norm(part + other, residual, weight[0], EPS)
+    assert torch.equal(total, wanted_total) and torch.equal(normed.values.float(), wanted.values.float())
+
+
+def test_sum_is_left_to_the_norm_where_nothing_is_exchanged() -> None:
+    """By NCCL, a lone rank's shard, and adapters; a step without adapters on the same layer is."""
     x = noise(600, 8, seed=3)
-    group = OverlappingGroup()
-    with chunks_of_256_rows():
-        for dtype, own in ((torch.bfloat16, group), (torch.float32, DetachedRank(0, 2, CPU))):
-            layer = RowParallelLinear("o_proj", 16, 24, bias=False, context=LayerContext(dtype, CPU, own))
-            assert isinstance(layer(x.to(dtype)), PartialSum)
-        state = LoraState(CPU, max_loras=1, max_rank=8, max_tokens=600)
-        context = LayerContext(torch.float32, CPU, group, lora=state)
-        layer = RowParallelLinear("o_proj", 16, 24, bias=False, context=context)
-        state.prepare(torch.full((600,), -1, dtype=torch.int32))
-        assert context.has_adapters and isinstance(layer(x), PartialSum) and not group.started
-        state.prepare(None)
-        assert isinstance(layer(x), torch.Tensor) and group.started == [512, 88]
+    group = ExchangingGroup()
+    for own in (TwinGroup(), DetachedRank(0, 2, CPU)):
+        layer = RowParallelLinear("o_proj", 16, 24, bias=False, context=LayerContext(torch.float32, CPU, own))
+        assert isinstance(layer(x), PartialSum)
+    state = LoraState(CPU, max_loras=1, max_rank=8, max_tokens=600)
+    context = LayerContext(torch.float32, CPU, group, lora=state)
+    layer = RowParallelLinear("o_proj", 16, 24, bias=False, context=context)
+    state.prepare(torch.full((600,), -1, dtype=torch.int32))
+    assert context.has_adapters and isinstance(layer(x), PartialSum) and not group.exchanges
+    state.prepare(None)
+    assert isinstance(layer(x), ExchangedSum)

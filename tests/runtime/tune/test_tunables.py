@@ -11,8 +11,8 @@ pytest.importorskip("triton", reason="builds of torch for CPUs may come without 
 
 from skiff_runtime.kernels.tuning import (
     DEFAULT,
-    AllReduceOverlapTuning,
     AppendedLoraTuning,
+    CopyExchangeTuning,
     GemvAllReduceTuning,
     GroupedGemmRule,
     PrefillChoiceTuning,
@@ -78,7 +78,7 @@ UNMEASURED = {
     "lora.early_outputs",
     *(f"lora.appended.{field.name}" for field in fields(AppendedLoraTuning)),
     *(f"all_reduce.{index}" for index in range(len(DEFAULT.all_reduce))),
-    *(f"all_reduce_overlap.{field.name}" for field in fields(AllReduceOverlapTuning)),
+    *(f"copy_exchange.{field.name}" for field in fields(CopyExchangeTuning)),
     *(f"gemv_all_reduce.{field.name}" for field in fields(GemvAllReduceTuning)),
 }
 """Bounds that divide cases, tiles of rare models, and numbers that only a whole engine or several GPUs can judge."""

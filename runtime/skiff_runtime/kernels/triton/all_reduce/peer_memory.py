@@ -70,7 +70,12 @@ FLAGS_BYTES: Final = 2 * CHANNELS * MAX_RANKS * 8
 FAILED: Final = 0
 TIMEOUT: Final = 1
 """Indices in ``PeerMemory.control``; the timeout is in nanoseconds, under Triton's interpreter in polls."""
-COLLECTIVES: Final = {1: "one-shot all-reduce (LL)", 2: "one-shot all-reduce", 3: "two-shot all-reduce"}
+COLLECTIVES: Final = {
+    1: "one-shot all-reduce (LL)",
+    2: "one-shot all-reduce",
+    3: "two-shot all-reduce",
+    4: "barrier of an exchange by copy engines",
+}
 """Collectives by the number that a timeout reports."""
 
 _CHANNELS = tl.constexpr(CHANNELS)

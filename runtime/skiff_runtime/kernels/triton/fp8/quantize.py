@@ -110,6 +110,7 @@ def silu_and_mul_quantize_kernel(
 @triton.jit
 def add_rms_norm_quantize_kernel(
     x: tl.tensor,
+    other: tl.tensor,
     residual: tl.tensor,
     weight: tl.tensor,
     total: tl.tensor,
@@ -121,6 +122,7 @@ def add_rms_norm_quantize_kernel(
     bound: tl.tensor,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    ADD_OTHER: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """Add the residual to one row, store the sum, and quantize the sum's RMSNorm.
@@ -129,6 +131,7 @@ def add_rms_norm_quantize_kernel(
     the model before and after its weight, as in ``rms_norm_kernel``.
 
     x, residual         [rows, WIDTH], rows ``x_stride`` and ``residual_stride`` apart
+    other, ADD_OTHER    as ``rms_norm_kernel``
     weight              [WIDTH]
     total               [rows, WIDTH], written: the sum, in the type of the model
     eps                 float
@@ -142,6 +145,9 @@ def add_rms_norm_quantize_kernel(
     weights = tl.load(weight + columns, inside, 0.0).to(tl.float32)
     wait_for_dependencies(PDL)
     value = tl.load(x + row * x_stride + columns, inside, 0.0).to(tl.float32)
+    if ADD_OTHER:
+        value += tl.load(other + row * WIDTH + columns, inside, 0.0).to(tl.float32)
+        value = value.to(dtype).to(tl.float32)
     value += tl.load(residual + row * residual_stride + columns, inside, 0.0).to(tl.float32)
     value = value.to(dtype)
     tl.store(total + row * WIDTH + columns, value, inside)
@@ -386,7 +392,12 @@ def silu_and_mul_quantize(gate_up: torch.Tensor, bound: float = math.inf) -> Qua
 
 
 def add_rms_norm_quantize(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, bound: float = math.inf
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    bound: float = math.inf,
+    other: torch.Tensor | None = None,
 ) -> tuple[QuantizedActivations, torch.Tensor]:
     """Do what ``kernels.fp8.add_rms_norm_quantize`` does."""
     rows, width = x.shape
@@ -395,6 +406,7 @@ def add_rms_norm_quantize(
     if rows:
         add_rms_norm_quantize_kernel[(rows,)](
             x,
+            x if other is None else other,
             residual,
             weight,
             total,
@@ -404,6 +416,7 @@ def add_rms_norm_quantize(
             residual.stride(0),
             eps,
             bound,
+            ADD_OTHER=other is not None,
             **row_options(x, width),
         )
     return quantized, total

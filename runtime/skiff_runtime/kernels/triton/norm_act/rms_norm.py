@@ -14,6 +14,7 @@ from skiff_runtime.kernels.triton.runtime.dependent_launch import (
 @triton.jit
 def rms_norm_kernel(
     x: tl.tensor,
+    other: tl.tensor,
     residual: tl.tensor,
     weight: tl.tensor,
     normed: tl.tensor,
@@ -23,6 +24,7 @@ def rms_norm_kernel(
     eps: tl.tensor,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    ADD_OTHER: tl.constexpr,
     ADD: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -32,6 +34,7 @@ def rms_norm_kernel(
 
     x, residual         [rows, WIDTH], rows ``x_stride`` and ``residual_stride`` apart; the residual is not read
                         without ADD
+    other               [rows, WIDTH], added to x first, and the sum rounded; only read with ADD_OTHER
     weight              [WIDTH]
     normed              [rows, WIDTH], written
     total               [rows, WIDTH], written with ADD: the sum, in the type of the model
@@ -45,6 +48,9 @@ def rms_norm_kernel(
     weights = tl.load(weight + columns, inside, 0.0).to(tl.float32)
     wait_for_dependencies(PDL)
     value = tl.load(x + row * x_stride + columns, inside, 0.0).to(tl.float32)
+    if ADD_OTHER:
+        value += tl.load(other + row * WIDTH + columns, inside, 0.0).to(tl.float32)
+        value = value.to(x.dtype.element_ty).to(tl.float32)
     if ADD:
         value += tl.load(residual + row * residual_stride + columns, inside, 0.0).to(tl.float32)
         rounded = value.to(total.dtype.element_ty)
@@ -76,21 +82,26 @@ def row_warps(width: int) -> int:
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Do what ``kernels.rms_norm.rms_norm`` does, for x [T, n] and a weight [n]."""
     normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch(x, x, weight, normed, normed, eps, add=False)
+    _launch(x, None, x, weight, normed, normed, eps, add=False)
     return normed
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    other: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Do what ``kernels.rms_norm.add_rms_norm`` does."""
     normed, total = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
-    _launch(x, residual, weight, normed, total, eps, add=True)
+    _launch(x, other, residual, weight, normed, total, eps, add=True)
     return normed, total
 
 
 def _launch(
     x: torch.Tensor,
+    other: torch.Tensor | None,
     residual: torch.Tensor,
     weight: torch.Tensor,
     normed: torch.Tensor,
@@ -104,6 +115,7 @@ def _launch(
         return
     rms_norm_kernel[(rows,)](
         x,
+        x if other is None else other,
         residual,
         weight,
         normed,
@@ -113,6 +125,7 @@ def _launch(
         eps,
         WIDTH=width,
         BLOCK=triton.next_power_of_2(width),
+        ADD_OTHER=other is not None,
         ADD=add,
         num_warps=row_warps(width),
         **pdl_options(x.device),
