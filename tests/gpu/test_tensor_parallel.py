@@ -18,6 +18,7 @@ from grammar_factory import GrammarFactory
 from rank_functions import (
     collectives,
     generated,
+    generated_by_exchanges,
     generated_greedy,
     sampled_with_every_parameter,
 )
@@ -126,6 +127,21 @@ def test_ranks_with_whole_experts_generate_the_tokens_of_transformers(
     first, second = two_ranks.run(generated_greedy, path, prompts, COUNT, settings)
     assert first == second
     assert first[0] == oracle_choices(load_reference(path), prompts, first[0])
+
+
+@pytest.mark.skipif(not ON_GPU, reason="only GPUs have copy engines")
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_ranks_that_exchange_by_copy_engines_generate_the_tokens_of_transformers(
+    two_ranks: RankPool, tmp_path: Path, family: str
+) -> None:
+    """In prefill graphs and without graphs; a mixture's sums over experts are exchanged whole."""
+    path, prompts = make_model(tmp_path, family, seed=17), random_prompts(3)
+    first, second = two_ranks.run(generated_by_exchanges, path, prompts, COUNT)
+    assert first == second
+    reference = load_reference(path)
+    for each in first:
+        assert each["exchanges"]
+        assert each["tokens"] == oracle_choices(reference, prompts, each["tokens"])
 
 
 @needs_gpus(4)

@@ -198,7 +198,8 @@ def exchange(group: TensorParallelGroup) -> dict[str, Any]:
     """Exchange messages and products in every way; return what differs, and a digest of all sums."""
     digest = hashlib.sha256()
     group.allocate_exchange(64 << 20)
-    wrong = _exchange_in_a_row(group) + _compare_exchanged_products(group, digest)
+    wrong = _exchange_in_a_row(group) + _compare_exchanged_norms(group)
+    wrong += _compare_exchanged_products(group, digest)
     wrong += _replay_exchanged_products(group)
     group.check()
     return {"wrong": wrong, "digest": digest.hexdigest()}
@@ -221,10 +222,34 @@ def _exchange_in_a_row(group: TensorParallelGroup) -> list[str]:
         message, expected = make(group.tp_rank, number), make(1 - group.tp_rank, number)
         assert peers.choose(message) is Algorithm.COPY_ENGINES
         torch.cuda._sleep(late.choice([0, 0, 3_000_000]))  # type: ignore[no-untyped-call]
-        received = peers.exchange(message)
+        _, received = peers.exchange(message)
         torch.cuda._sleep(late.choice([0, 0, 3_000_000]))  # type: ignore[no-untyped-call]
         differing[number] = (received != expected).sum()
     return [f"message {number}" for number in differing.nonzero().flatten().tolist()]
+
+
+def _compare_exchanged_norms(group: TensorParallelGroup) -> list[str]:
+    """Compare norms of sums whose parts are exchanged whole with those of the sum; the parts lie in wider rows."""
+    rows = 2000
+    wide = make_message(group.tp_rank, 95, (rows, 2 * WIDTH), DTYPE).cuda()
+    residual = make_message(96, 0, (rows, WIDTH), DTYPE).cuda()
+    weight = make_message(97, 0, (WIDTH,), DTYPE).cuda()
+    total = sum_messages(group.tp_size, 95, (rows, 2 * WIDTH), DTYPE)[:, :WIDTH].cuda()
+    part = wide[:, :WIDTH]
+    found = group.all_reduce_add_rms_norm(part, residual, weight, EPS)
+    wrong = []
+    if not all(map(same_bits, found, add_rms_norm(total, residual, weight, EPS))):
+        wrong.append("norm of parts that are exchanged whole")
+    quantized, summed = group.all_reduce_add_rms_norm_quantize(part, residual, weight, EPS)
+    expected, expected_sum = add_rms_norm_quantize(total, residual, weight, EPS, math.inf)
+    pairs = [
+        (quantized.values, expected.values),
+        (quantized.scales, expected.scales),
+        (summed, expected_sum),
+    ]
+    if not all(same_bits(*pair) for pair in pairs):
+        wrong.append("norm and quantization of parts that are exchanged whole")
+    return wrong
 
 
 def _compare_exchanged_products(group: TensorParallelGroup, digest: Any) -> list[str]:
@@ -296,6 +321,7 @@ def _replay_exchanged_products(group: TensorParallelGroup) -> list[str]:
             output = layer(x)
             assert isinstance(output, ExchangedSum) == exchanged
             normed, total = norm.add_and_normalize(output, residual)
+            group.all_reduce(total[:1].clone())  # by LL words
             found += [
                 total,
                 *([normed] if isinstance(normed, torch.Tensor) else [normed.values, normed.scales]),
@@ -337,7 +363,7 @@ def _replay_exchanged_products(group: TensorParallelGroup) -> list[str]:
 def wait_alone(group: TensorParallelGroup, directory: str) -> dict[str, Any]:
     """Let rank 0 come to a barrier alone, with a short timeout; rank 1 comes when rank 0 has reported it.
 
-    Returns the error, whether the kernel was still waiting then, and that it ended.
+    Returns the error, and whether the kernel was still waiting then. Afterwards it has ended.
     """
     peers, reported = group._peers, Path(directory) / "reported"
     assert peers is not None

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
+from unittest.mock import patch
 
 import torch
 from engine_driver import Driver, generate, make_engine
@@ -12,7 +13,7 @@ from sampling_cases import make_case, sample_case
 
 from skiff_runtime.distributed.tensor_parallel import TensorParallelGroup
 from skiff_runtime.distributed.vocab_shard import VocabShard
-from skiff_runtime.kernels.tuning import overridden, tuning_for
+from skiff_runtime.kernels.tuning import AllReduceLimits, overridden, tuning_for
 from skiff_runtime.messages import SamplingSpec
 from skiff_runtime.step import LogprobsOutput
 
@@ -68,6 +69,32 @@ def generated_greedy(
         finally:
             engine.close()
     return outputs
+
+
+def generated_by_exchanges(
+    group: TensorParallelGroup, path: Path, prompts: list[list[int]], count: int
+) -> list[dict[str, Any]]:
+    """Generate greedy tokens with and without graphs, where copy engines exchange the parts of more than four tokens."""
+    peers = group._peers
+    assert peers is not None, "the GPUs have no peer access"
+    limits, size = peers._limits, 1 << 10
+    peers._limits = (
+        AllReduceLimits(ranks=2, low_latency=size, one_shot=size, fused_one_shot=size, two_shot=size),
+    )
+    found = []
+    try:
+        for disabled in (False, True):
+            with patch.object(peers, "start_exchange", wraps=peers.start_exchange) as start:
+                engine = make_engine(path, group, page_size=16, tp_size=2, disable_cuda_graph=disabled)
+                try:
+                    engine.warmup(defer_captures=False)
+                    tokens = generate(engine, prompts, count, page_size=16, budget=48, slots=6)
+                finally:
+                    engine.close()
+            found.append({"tokens": tokens, "exchanges": start.call_count > 0})
+    finally:
+        peers._limits = limits
+    return found
 
 
 def generated(

@@ -253,8 +253,8 @@ class Config:
     all_reduce: AllReduceBackend = option(
         AUTO,
         "Engine",
-        "how GPUs of several ranks sum activations; p2p: kernels that write into the memory of the other GPUs, NCCL for "
-        "messages too large for them; nccl: NCCL alone (auto: p2p where the GPUs have peer access)",
+        "how GPUs of several ranks sum activations; p2p: kernels and copies that write into the memory of the other GPUs, "
+        "NCCL for messages too large for them; nccl: NCCL alone (auto: p2p where the GPUs have peer access)",
     )
     attention_backend: Attention = option(
         AUTO,

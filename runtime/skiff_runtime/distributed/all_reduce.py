@@ -1,6 +1,6 @@
 """Peer-to-peer all-reduce between the GPUs of one host: the choice of an algorithm, and the memory that it needs.
 
-The kernels are in ``kernels.triton.all_reduce``, and what copy engines do is in ``copy_exchange``. All ranks sum by the same algorithm, so it is chosen from what all
+The kernels are in ``kernels.triton.all_reduce``, the copies in ``copy_exchange``. All ranks sum by the same algorithm, so it is chosen from what all
 ranks know alike: their number, and the shape and dtype of the message. Only peer access is needed (NVLink, or PCIe
 where the driver allows it), no multicast.
 """
@@ -12,8 +12,7 @@ from typing import Final, TypeVar
 
 import torch
 
-from skiff_runtime.distributed.copy_exchange import RANKS as EXCHANGE_RANKS
-from skiff_runtime.distributed.copy_exchange import CopyExchange, Exchange
+from skiff_runtime.distributed.copy_exchange import EXCHANGE_RANKS, CopyExchange, PendingExchange
 from skiff_runtime.distributed.symmetric_memory import SymmetricBuffer, allocate, map_peers
 from skiff_runtime.errors import CollectiveTimeout, SkiffError
 from skiff_runtime.kernels.fp8_tensors import QuantizedActivations
@@ -49,6 +48,8 @@ from skiff_runtime.kernels.triton.runtime.dependent_launch import supports_depen
 from skiff_runtime.kernels.tuning import AllReduceLimits, tuning_for
 
 NANOSECONDS: Final = 1_000_000_000
+VERIFIED_BYTES: Final = 1 << 20
+"""Of a buffer for copies, what is tried at the start."""
 T = TypeVar("T")
 DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
 DETACHED_ADDRESS: Final = 1 << 40
@@ -155,10 +156,10 @@ class PeerToPeerAllReduce:
         return cls(memory, torch.empty(1, dtype=torch.int64))
 
     def allocate_exchange(self, nbytes: int, all_ranks: AllRanks) -> None:
-        """Allocate and map the memory by which copy engines exchange messages of up to ``nbytes`` bytes, if this is worth it.
+        """Allocate and map the memory by which copy engines exchange messages of up to ``nbytes`` bytes.
 
-        All ranks must call it with the same size. They sum by NCCL where it is not worth it: for more than two ranks, for
-        messages that a kernel sums, and beyond a limit. Raises ``PeerMemoryUnavailable`` on all ranks if it fails on one.
+        All ranks must call it with the same size. Nothing is allocated for more than two ranks, or if kernels sum messages of
+        this size. Larger messages than a limit are left to NCCL. Raises ``PeerMemoryUnavailable`` on all ranks if it fails on one.
         """
         device, ranks = self._memory.table.device, self._memory.ranks
         capacity = min(nbytes, tuning_for(device).copy_exchange.max_bytes)
@@ -167,25 +168,31 @@ class PeerToPeerAllReduce:
             or choose_algorithm(capacity, ranks, self._limits, capacity) is not Algorithm.COPY_ENGINES
         ):
             return
+        if self._exchange is not None and self._exchange.capacity >= capacity:
+            return
+        self._exchange = None
         memory = _try_on_all(all_ranks, lambda: allocate(capacity, device))
         buffer = _try_on_all(all_ranks, lambda: map_peers(memory))
-        peer = buffer.bytes_of_rank(1 - self._memory.rank)
+        rank = self._memory.rank
+        peer = buffer.bytes_of_rank(1 - rank)
+        _raise_if_any_failed(all_ranks, _verify_copies(memory, peer, rank, all_ranks))
         self._exchange = CopyExchange(self._memory, memory, peer, buffer)
 
     def can_exchange(self, nbytes: int, dtype: torch.dtype) -> bool:
         """Return whether messages of ``nbytes`` bytes are exchanged by copy engines."""
         return self._choose_for(nbytes, dtype) is Algorithm.COPY_ENGINES
 
-    def start_exchange(self, message: torch.Tensor) -> Exchange:
+    def start_exchange(self, message: torch.Tensor) -> PendingExchange:
         """Begin to exchange a contiguous message [T, n] for which ``can_exchange`` is true."""
         assert self._exchange is not None
         return self._exchange.start(message)
 
-    def exchange(self, message: torch.Tensor) -> torch.Tensor:
-        """Return the other rank's contiguous message [T, n], until the next exchange, where ``can_exchange`` is true."""
-        exchange = self.start_exchange(message)
+    def exchange(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``x``, contiguous, and the other rank's until the next exchange, where ``can_exchange`` is true."""
+        x = x.contiguous()
+        exchange = self.start_exchange(x)
         exchange.send(slice(None))
-        return exchange.finish()
+        return x, exchange.finish()
 
     def choose(self, x: torch.Tensor) -> Algorithm:
         """Return the algorithm by which a message of the shape and dtype of ``x`` is summed."""
@@ -223,8 +230,8 @@ class PeerToPeerAllReduce:
         """Return the sum over the ranks, where ``choose`` does not return NCCL; ``x`` may be overwritten."""
         algorithm = self.choose(x)
         if algorithm is Algorithm.COPY_ENGINES:
-            x = x.contiguous()
-            return x.add_(self.exchange(x))
+            own, other = self.exchange(x)
+            return own.add_(other)
         x = _aligned(x)
         if algorithm is Algorithm.LOW_LATENCY:
             low_latency_all_reduce(x, self._memory)
@@ -293,7 +300,7 @@ class PeerToPeerAllReduce:
             )
 
     def sample_sizes(self) -> list[int]:
-        """Return sizes of messages, in bytes, that together take every algorithm of this class."""
+        """Return sizes of messages, in bytes, that together launch every kernel that sums a message alone."""
         found = find_limits(self._memory.ranks, self._limits)
         if found is None:
             return []
@@ -379,6 +386,19 @@ def _verify_peer_writes(buffer: SymmetricBuffer, rank: int, ranks: int, all_rank
     torch.cuda.synchronize()
     wrong = [peer for peer in range(ranks) if seen[peer] != (0 if peer == rank else peer + 1)]
     return f"data that GPU {wrong[0]} wrote did not arrive on GPU {rank}" if wrong else None
+
+
+def _verify_copies(received: torch.Tensor, peer: torch.Tensor, rank: int, all_ranks: AllRanks) -> str | None:
+    """Copy into the other rank's buffer and read what it copied into this one; return what is wrong."""
+    sample = slice(0, VERIFIED_BYTES)
+    received[sample].zero_()
+    torch.cuda.synchronize()
+    all_ranks(True)
+    peer[sample].copy_(torch.full_like(received[sample], rank + 1))
+    torch.cuda.synchronize()
+    all_ranks(True)
+    arrived = bool((received[sample] == 2 - rank).all())
+    return None if arrived else f"data that GPU {1 - rank} copied did not arrive on GPU {rank}"
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ complete. No rank passes a barrier that the other has not come to, also not one 
 (``barrier_kernel``). All of this is ordered on the device, and the addresses stay the same, so graphs can capture it.
 """
 
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 
@@ -20,17 +20,7 @@ from skiff_runtime.distributed.symmetric_memory import SymmetricBuffer
 from skiff_runtime.kernels.triton.all_reduce.barrier import barrier
 from skiff_runtime.kernels.triton.all_reduce.peer_memory import PeerMemory
 
-RANKS: Final = 2
-
-
-class Exchange(Protocol):
-    """An exchange of one message [T, n], which this rank computes and sends in chunks of rows."""
-
-    def send(self, rows: slice) -> None:
-        """Send rows that have been computed, beside whatever is launched next; they must not change until ``finish``."""
-
-    def finish(self) -> torch.Tensor:
-        """Return the other rank's message [T, n], of which all rows have been sent; valid until the next exchange."""
+EXCHANGE_RANKS: Final = 2
 
 
 class CopyExchange:
@@ -47,7 +37,7 @@ class CopyExchange:
 
         ``memory`` is what the barriers wait in.
         """
-        assert memory.ranks == RANKS
+        assert memory.ranks == EXCHANGE_RANKS
         self._memory = memory
         self._received = received
         self._peer = peer
@@ -61,21 +51,21 @@ class CopyExchange:
         """The bytes of the largest message."""
         return self._received.nbytes
 
-    def start(self, message: torch.Tensor) -> Exchange:
+    def start(self, message: torch.Tensor) -> "PendingExchange":
         """Begin to exchange a contiguous message [T, n] of at most ``capacity`` bytes, none of which need be computed yet.
 
-        Both ranks begin the same exchanges in the same order, and no other one before ``finish``.
+        Both ranks begin the same exchanges in the same order, and no other collective before ``finish``.
         """
         assert message.is_contiguous() and message.nbytes <= self.capacity
         received, peer = (
             each[: message.nbytes].view(message.dtype).view(message.shape)
             for each in (self._received, self._peer)
         )
-        return _CopyingExchange(message, received, peer, self._memory, self._stream)
+        return PendingExchange(message, received, peer, self._memory, self._stream)
 
 
-class _CopyingExchange:
-    """See ``Exchange``."""
+class PendingExchange:
+    """An exchange of one message [T, n], which this rank computes and sends in chunks of rows."""
 
     def __init__(
         self,
@@ -93,9 +83,9 @@ class _CopyingExchange:
         self._is_peer_ready = False
 
     def send(self, rows: slice) -> None:
-        if (
-            not self._is_peer_ready
-        ):  # behind the first chunk, because both ranks have long read the last message then
+        """Send rows that have been computed, beside whatever is launched next; they must not change until ``finish``."""
+        if not self._is_peer_ready:
+            # Behind the first chunk, because the other rank has long read the last message by then.
             barrier(self._memory)
             self._is_peer_ready = True
         if self._stream is None:
@@ -106,6 +96,7 @@ class _CopyingExchange:
             self._peer[rows].copy_(self._message[rows], non_blocking=True)
 
     def finish(self) -> torch.Tensor:
+        """Return the other rank's message [T, n], of which all rows have been sent; valid until the next exchange."""
         if self._stream is not None:
             torch.cuda.current_stream(self._message.device).wait_stream(self._stream)
         barrier(self._memory)

@@ -20,7 +20,7 @@ from skiff_runtime.kernels.rms_norm import add_rms_norm
 
 if TYPE_CHECKING:
     from skiff_runtime.distributed.all_reduce import PeerToPeerAllReduce
-    from skiff_runtime.distributed.copy_exchange import Exchange
+    from skiff_runtime.distributed.copy_exchange import PendingExchange
 
 STORE_FILE: Final = "ranks.store"
 _BACKENDS: Final = {"cpu": "gloo", "cuda": "nccl"}
@@ -31,7 +31,7 @@ class TensorParallelGroup:
 
     With a size of 1, collectives return at once and there is no process group. As a context manager it leaves the
     process group at the end. On GPUs that can write into each other's memory, sums of messages that are not too large
-    are taken by kernels of ours (``distributed.all_reduce``), all others by NCCL.
+    are taken by kernels of ours and by copy engines (``distributed.all_reduce``), all others by NCCL.
     """
 
     def __init__(self, tp_rank: int = 0, tp_size: int = 1, device: torch.device | None = None) -> None:
@@ -39,6 +39,7 @@ class TensorParallelGroup:
         self.tp_size = tp_size
         self.device = device or torch.device("cpu")
         self._peers: PeerToPeerAllReduce | None = None
+        self._requires_peers = False
 
     @classmethod
     def start(
@@ -90,7 +91,8 @@ class TensorParallelGroup:
     def allocate_exchange(self, nbytes: int) -> None:
         """Let the copy engines of two GPUs take part in sums of up to ``nbytes`` bytes that no kernel of ours takes.
 
-        All ranks must call it. Where the GPUs have no memory for it, log why; NCCL sums these then.
+        All ranks must call it. Where that fails, log why and leave these sums to NCCL, unless ``--all-reduce p2p`` requires it:
+        then raise ``ConfigError``.
         """
         if self._peers is None:
             return
@@ -99,13 +101,17 @@ class TensorParallelGroup:
         try:
             self._peers.allocate_exchange(nbytes, lambda ok: self.all_reduce_min(int(ok)) == 1)
         except PeerMemoryUnavailable as error:
+            if self._requires_peers:
+                raise ConfigError(
+                    f"--all-reduce p2p: {error}; use a smaller --max-num-batched-tokens, or --all-reduce auto"
+                ) from error
             log.event("large_all_reduce_by_nccl", reason=str(error))
 
     def can_exchange(self, nbytes: int, dtype: torch.dtype) -> bool:
         """Return whether ``start_exchange`` takes messages of ``nbytes`` bytes; all ranks give the same answer."""
         return self._peers is not None and self._peers.can_exchange(nbytes, dtype)
 
-    def start_exchange(self, message: torch.Tensor) -> "Exchange":
+    def start_exchange(self, message: torch.Tensor) -> "PendingExchange":
         """Begin to exchange a contiguous message [T, n] with the only other rank, chunk by chunk, where ``can_exchange`` is true.
 
         The sum of both is the sum over the ranks. No other collective may be called before the exchange has been finished.
@@ -124,8 +130,8 @@ class TensorParallelGroup:
         if self._peers is not None and self._peers.can_fuse(x):
             return self._peers.add_rms_norm(x, residual, weight, eps)
         if self._peers is not None and self._peers.can_exchange(x.nbytes, x.dtype):
-            x = x.contiguous()
-            return add_rms_norm(x, residual, weight, eps, other=self._peers.exchange(x))
+            own, other = self._peers.exchange(x)
+            return add_rms_norm(own, residual, weight, eps, other=other)
         return add_rms_norm(self.all_reduce(x), residual, weight, eps)
 
     def can_fuse_linear(self, x: torch.Tensor, matrix: torch.Tensor) -> bool:
@@ -165,8 +171,8 @@ class TensorParallelGroup:
         if self._peers is not None and self._peers.can_fuse(x):
             return self._peers.add_rms_norm_quantize(x, residual, weight, eps, bound)
         if self._peers is not None and self._peers.can_exchange(x.nbytes, x.dtype):
-            x = x.contiguous()
-            return add_rms_norm_quantize(x, residual, weight, eps, bound, other=self._peers.exchange(x))
+            own, other = self._peers.exchange(x)
+            return add_rms_norm_quantize(own, residual, weight, eps, bound, other)
         return add_rms_norm_quantize(self.all_reduce(x), residual, weight, eps, bound)
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -231,6 +237,7 @@ class TensorParallelGroup:
         """Map the memory of all ranks; where that fails, log why and leave all sums to NCCL, unless it is required."""
         from skiff_runtime.distributed.all_reduce import PeerMemoryUnavailable, PeerToPeerAllReduce
 
+        self._requires_peers = required
         try:
             self._peers = PeerToPeerAllReduce.connect(
                 self.tp_rank,
@@ -283,7 +290,7 @@ class DetachedRank(TensorParallelGroup):
                 self._peers = PeerToPeerAllReduce.detached(tp_size, self.device)
 
     def sample_messages(self, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Return tensors whose sums together launch every peer-to-peer kernel that is not fused."""
+        """Return tensors whose sums together launch every kernel that sums a message alone."""
         sizes = [] if self._peers is None else self._peers.sample_sizes()
         return [torch.empty(size // dtype.itemsize, dtype=dtype, device=self.device) for size in sizes]
 

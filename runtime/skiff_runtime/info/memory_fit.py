@@ -17,7 +17,7 @@ from skiff_runtime.models.footprint import (
 from skiff_runtime.processes.resolve import choose_quantization
 
 LIBRARY_BYTES: Final = 1 << 30
-"""Assumed for the driver, the CUDA libraries and NCCL on a GPU."""
+"""Assumed for the driver, the CUDA libraries, NCCL, and the buffers of peer-to-peer sums on a GPU."""
 MIB: Final = 1 << 20
 
 

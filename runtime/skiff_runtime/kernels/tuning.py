@@ -431,7 +431,7 @@ class AllReduceLimits:
     fused_one_shot: int
     """By one-shot behind flags, fused with the norm; beyond it, up to ``one_shot``, the norm is a launch of its own."""
     two_shot: int
-    """NCCL sums larger ones."""
+    """Copy engines or NCCL sum larger ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -441,8 +441,8 @@ class CopyExchangeTuning:
     max_bytes: int
     """NCCL sums larger messages."""
     max_chunks: int
+    """With 1, no product is divided."""
     min_chunk_rows: int
-    """A product of fewer than twice as many rows is not divided."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

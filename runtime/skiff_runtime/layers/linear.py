@@ -117,11 +117,13 @@ def divide_rows(rows: int, tuning: CopyExchangeTuning) -> list[slice]:
     Each chunk is half of what remains, in whole ``ROW_MULTIPLE`` rows: few chunks, and little that is sent behind the last one.
     """
     chunks: list[slice] = []
-    start = 0
-    while len(chunks) < tuning.max_chunks - 1 and rows - start >= 2 * tuning.min_chunk_rows:
-        half = -(-(rows - start) // (2 * ROW_MULTIPLE)) * ROW_MULTIPLE
-        chunks.append(slice(start, start + half))
-        start += half
+    start, least = 0, max(tuning.min_chunk_rows, ROW_MULTIPLE)
+    while len(chunks) < tuning.max_chunks - 1 and rows - start >= 2 * least:
+        size = -(-(rows - start) // (2 * ROW_MULTIPLE)) * ROW_MULTIPLE
+        if rows - start - size < least:
+            size -= ROW_MULTIPLE
+        chunks.append(slice(start, start + size))
+        start += size
     return [*chunks, slice(start, rows)]
 
 

@@ -12,7 +12,7 @@ import torch
 from skiff_runtime.attention.base import AttentionBatch
 from skiff_runtime.attention.hybrid import HybridAttention, TritonDecode, TritonPrefill
 from skiff_runtime.config import Config
-from skiff_runtime.distributed.copy_exchange import RANKS as EXCHANGE_RANKS
+from skiff_runtime.distributed.copy_exchange import EXCHANGE_RANKS
 from skiff_runtime.distributed.tensor_parallel import DetachedRank
 from skiff_runtime.engine.decode_graph import DecodeGraphRunner
 from skiff_runtime.engine.forward_pass import ForwardPass
@@ -196,17 +196,21 @@ class _FakeRank:
         return inputs, attention
 
     def sum_messages(self) -> None:
-        """Sum messages of every size for which there is a kernel, alone and fused with the norm, and those of two ranks' copies."""
+        """Launch every kernel for sums over ranks: alone, fused with the norm, and around copies between two ranks."""
         for message in self._group.sample_messages(self._dtype):
             self._group.all_reduce(message)
         for norm in self._norms:
             for rows in self._group.sample_rows(len(norm.weight), self._dtype):
                 norm.add_and_normalize(PartialSum(rows, self._group), rows)
+        if self._group.tp_size == 1:
+            return
+        for norm in self._norms:  # behind sums that are not fused with it
+            rows = torch.empty((2, len(norm.weight)), dtype=self._dtype, device=self._device)
+            norm.add_and_normalize(rows, rows)
+            if self._group.tp_size == EXCHANGE_RANKS:
+                norm.add_and_normalize(ExchangedSum(rows, rows), rows)
         if self._group.tp_size == EXCHANGE_RANKS:
             self._group.launch_barrier()
-            for norm in self._norms:
-                rows = torch.empty((2, len(norm.weight)), dtype=self._dtype, device=self._device)
-                norm.add_and_normalize(ExchangedSum(rows, rows), rows)
 
     def run_without_peers(self) -> None:
         """Run one token as on GPUs without peer access, where no product is fused with its sum."""

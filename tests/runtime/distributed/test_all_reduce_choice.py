@@ -142,6 +142,18 @@ def test_ranks_without_memory_for_exchanges_sum_by_nccl_and_say_why(
         'large_all_reduce_by_nccl reason="no more mappings"'
     ]
     assert not group.can_exchange(64 << 20, torch.bfloat16)
+    group._requires_peers = True
+    with pytest.raises(ConfigError, match="--all-reduce p2p: no more mappings; use a smaller --max-num"):
+        group.allocate_exchange(64 << 20)
+
+
+def test_memory_for_exchanges_is_kept_while_it_suffices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(all_reduce, "allocate", lambda *_: pytest.fail("there is enough"))
+    peers = PeerToPeerAllReduce.detached(2, torch.device("cpu"))
+    peers._limits = LIMITS
+    peers._exchange = FakeExchange()  # type: ignore[assignment]
+    peers.allocate_exchange(FakeExchange.capacity, votes())
+    assert isinstance(peers._exchange, FakeExchange)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from skiff_runtime.distributed.copy_exchange import PendingExchange
 from skiff_runtime.distributed.tensor_parallel import DetachedRank, TensorParallelGroup
 from skiff_runtime.kernels.fp8 import quantize_activations
 from skiff_runtime.kernels.fp8_tensors import QuantizedActivations
@@ -38,8 +39,8 @@ class TwinGroup(TensorParallelGroup):
         tensor.mul_(2)
 
 
-class RecordedExchange:
-    """Takes the rows of a message when they are sent."""
+class RecordedExchange(PendingExchange):
+    """Takes the rows of a message when they are sent; the other rank has twice as much."""
 
     def __init__(self, message: torch.Tensor) -> None:
         self._message = message
@@ -47,7 +48,7 @@ class RecordedExchange:
         self.sizes: list[int] = []
 
     def send(self, rows: slice) -> None:
-        self._sent[rows] = self._message[rows]
+        self._sent[rows] = 2 * self._message[rows]
         self.sizes.append(len(self._message[rows]))
 
     def finish(self) -> torch.Tensor:
@@ -55,7 +56,7 @@ class RecordedExchange:
 
 
 class ExchangingGroup(TwinGroup):
-    """Two ranks that exchange messages of at least ``MIN_BYTES``."""
+    """Two ranks that exchange messages of at least ``MIN_BYTES``; the other one's part is twice this one's."""
 
     MIN_BYTES = 512 * 24 * 4
 
@@ -188,6 +189,7 @@ def test_quantizing_norm_completes_a_partial_sum() -> None:
         (1, [1]),
         (1023, [1023]),
         (1024, [512, 512]),
+        (1025, [512, 513]),
         (1300, [768, 532]),
         (2048, [1024, 512, 512]),
         (4096, [2048, 1024, 512, 512]),
@@ -219,11 +221,11 @@ def test_products_of_many_rows_are_exchanged_in_chunks(max_chunks: int, bias: bo
         output, again = layer(x), layer(x)
     sizes = {1: [2000], 2: [1024, 976], 8: [1024, 512, 464]}[max_chunks]
     assert [each.sizes for each in group.exchanges] == [sizes] * 2
-    assert isinstance(output, ExchangedSum) and len(output) == 2000 and torch.equal(output.other, output.part)
+    assert isinstance(output, ExchangedSum) and len(output) == 2000
     norm = QuantizingRMSNorm(24, EPS, context)
     norm.weight.copy_(noise(24, seed=5))
     normed, total = norm.add_and_normalize(output, residual)
-    expected = 2 * (x @ weight.T) + (layer.bias if layer.bias is not None else 0)
+    expected = 3 * (x @ weight.T) + (layer.bias if layer.bias is not None else 0)
     assert group.sums == 0 and isinstance(normed, torch.Tensor)
     torch.testing.assert_close(total, expected + residual)
     torch.testing.assert_close(normed, rms_norm(expected + residual, norm.weight, EPS))
@@ -245,9 +247,9 @@ def test_products_in_fp8_are_exchanged_in_chunks(quantized: bool, bias: bool) ->
     given = quantize_activations(x) if quantized else x
     with chunks_of_256_rows():
         output = layer(given)
-    assert isinstance(output, ExchangedSum) and group.exchanges[0].sizes == [512, 88]
+    assert isinstance(output, ExchangedSum) and group.exchanges[0].sizes == [256, 344]
     bias_row = torch.zeros(32) if layer.bias is None else layer.bias
-    expected = 2 * layer.weight.apply(given) + bias_row + residual
+    expected = 3 * layer.weight.apply(given) + bias_row + residual
     norm = QuantizingRMSNorm(32, EPS, context)
     norm.weight.copy_(noise(32, seed=5))
     normed, total = norm.add_and_normalize(output, residual)

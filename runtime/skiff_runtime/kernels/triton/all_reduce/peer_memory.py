@@ -35,12 +35,12 @@ orders the reads of the one before the writes of the other.
   round trip, and every byte is data.
 
 **Bounded waiting.** A rank that waits longer than ``control[TIMEOUT]`` stores the number of its collective in
-``control[FAILED]`` and in the host's memory, and goes on with wrong data; all later waits then end at once. The host
-looks before it uses the results of a step. A wait that timed out breaks rule 2, and with it the invariant, so a third
-rule holds:
+``control[FAILED]`` and in the host's memory, and goes on with wrong data; all later waits then end at once. Only a barrier
+goes on waiting, without a limit, because copies may follow it. The host looks before it uses the results of a step. A wait
+that timed out breaks rule 2, and with it the invariant, so a third rule holds:
 
-3. a rank sets no flag behind a wait that timed out, and in later calls it stores nothing at all in the memory of its
-   peers.
+3. a rank sets no flag behind a wait that timed out, and in later calls its kernels store nothing at all in the memory of
+   its peers.
 
 Otherwise a peer that is only late could find the data of a later call behind flags that are large enough. By this rule
 it completes the call that the rank has still sent in whole, and then times out and reports, too. Data without a flag
