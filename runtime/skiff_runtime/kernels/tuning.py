@@ -826,10 +826,9 @@ HOPPER: Final = Tuning(
             ranks=8, low_latency=64 << 10, one_shot=128 << 10, fused_one_shot=128 << 10, two_shot=32 << 20
         ),
     ),
-    # Two H200, ms of product, sum and norm of 16,384 rows by 4,096 and by 12,800 inputs, 5,120 outputs: NCCL behind the product
-    # 1.72 and 3.60; 1 chunk 1.62 and 3.58, 4 chunks by halves 1.27 and 3.38, 3 1.31 and 3.38, 4 equal ones 1.32 and 3.40, 8
-    # 1.27 and 3.34. Of 4,096 rows 0.52 and 1.19; 0.47 and 1.06, 0.37 and 0.93, 0.39 and 0.94, 0.40 and 0.93, 0.49 and 0.97.
-    # Untuned: the limit of the message.
+    # Two H200, ms of product, sum and norm, 4,096 and 12,800 inputs, 5,120 outputs. 4,096 rows, in a graph: by NCCL 0.43 and
+    # 0.90, whole 0.41 and 0.88, in 2 chunks 0.36 and 0.84, in 3 0.33 and 0.83, in 4 0.32 and 0.81, in 5 0.33 and 0.81; chunks
+    # of 256 rows gain nothing (2,048 rows: 0.18 and 0.42 in 3 chunks, 0.19 and 0.44 in 4). Untuned: the largest message.
     copy_exchange=CopyExchangeTuning(max_bytes=256 << 20, max_chunks=4, min_chunk_rows=512),
     # Two H100, us for a layer of Qwen3-32B at batch 1, of two ranks. Untuned for more.
     gemv_all_reduce=GemvAllReduceTuning(
