@@ -1,6 +1,7 @@
 """Synthetic workloads: prompts, output lengths and arrival times, all drawn from a seeded generator."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -93,6 +94,35 @@ def draw_shared_prefix_chats(
         ]
         samples.append(SampleRequest(messages, outputs.draw(generator)))
     return samples
+
+
+def draw_block_tokens(
+    prompts: Sequence[tuple[int, Sequence[int]]],
+    block_tokens: int,
+    vocab_size: int,
+    generator: np.random.Generator,
+) -> list[list[int]]:
+    """Draw prompts of random token ids below ``vocab_size`` from their lengths and the numbers of their blocks.
+
+    A block has ``block_tokens`` tokens, the last one of a prompt as many as its length allows. Blocks of the same number begin with
+    the same tokens, all others have nothing in common.
+    """
+    rows: dict[int, int] = {}
+    for _, blocks in prompts:
+        for block in blocks:
+            rows.setdefault(block, len(rows))
+    table = generator.integers(0, vocab_size, size=(len(rows), block_tokens))
+    return [
+        table[[rows[block] for block in blocks]].reshape(-1)[:length].tolist() for length, blocks in prompts
+    ]
+
+
+def draw_block_chats(
+    prompts: Sequence[tuple[int, Sequence[int]]], block_tokens: int, generator: np.random.Generator
+) -> list[Messages]:
+    """Draw conversations of one message as ``draw_block_tokens`` draws token ids, about one token per word."""
+    drawn = draw_block_tokens(prompts, block_tokens, len(WORDS), generator)
+    return [[{"role": "user", "content": " ".join(WORDS[word] for word in words)}] for words in drawn]
 
 
 def draw_arrivals(count: int, per_second: float, generator: np.random.Generator) -> list[float]:

@@ -24,6 +24,7 @@ from skiff_runtime.bench.online.runner import LoadPlan, run_load
 from skiff_runtime.bench.workload import (
     PrefixGroups,
     SampleRequest,
+    draw_block_tokens,
     draw_shared_prefix_chats,
     draw_shared_prefix_tokens,
 )
@@ -56,7 +57,7 @@ def bench(*flags: str) -> "subprocess.CompletedProcess[str]":
 @pytest.mark.parametrize(
     ("name", "unit", "text"),
     [
-        ("a.jsonl", "ms", '{"timestamp": 3000, "input_length": 7, "output_length": 2, "hash_ids": [1]}\n'
+        ("a.jsonl", "ms", '{"timestamp": 3000, "input_length": 7, "output_length": 2, "hash_ids": []}\n'
                           '{"timestamp": 1000, "input_length": 5, "output_length": 3}\n'),
         ("b.csv", "s", "Timestamp,Model,Request tokens,Response tokens\n1,m,5,3\n2,m,9,0\n3,m,7,2\n"),
         ("c.csv", "s", "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,5,3\n"
@@ -83,6 +84,11 @@ def test_traces_are_read_under_the_column_names_of_published_ones(
             "input_length must be a whole",
         ),
         ("a.jsonl", '{"timestamp": "soon", "input_length": 5, "output_length": 1}', "timestamp must be"),
+        (
+            "a.jsonl",
+            '{"timestamp": 1, "input_length": 5, "output_length": 1, "hash_ids": [1, "2"]}',
+            r"line 1: hash_ids must be a list of whole numbers: .*\$\[1\]",
+        ),
         ("a.csv", "timestamp,input_length,output_length\n1,0,1\n", "line 2: input_length"),
         ("a.csv", "timestamp,input_length,output_length\nnan,1,1\n", "timestamp must be"),
     ],
@@ -251,6 +257,54 @@ def test_trace_keeps_its_lengths_and_arrival_times(server: CannedServer, tmp_pat
     assert sorted(lengths[1:]) == [(6, 4), (9, 1)]  # these two are sent at the same moment
     [run] = json.loads((tmp_path / "r").read_bytes())["runs"]
     assert run["request_rate"] == "recorded" and run["duration_seconds"] >= 0.3
+
+
+def test_made_chats_are_a_trace_whose_prompts_continue_each_other(tmp_path: Path) -> None:
+    script, path = Path(__file__).parents[2] / "peers/make_chat_trace.py", tmp_path / "chat.jsonl"
+    subprocess.run([sys.executable, script, path, "--requests", "200"], check=True, timeout=60)
+    arrivals = read_trace(path, "s")
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len(arrivals) == len(lines) == 200
+    prompts = draw_block_tokens(
+        [(each.input_tokens, each.block_ids) for each in arrivals], 16, 1000, np.random.default_rng(0)
+    )
+    assert [len(each) for each in prompts] == [each.input_tokens for each in arrivals]
+    continued = [each for each in lines if each["parent_chat_id"] >= 0 and each["input_length"] < 12_000]
+    assert len(continued) > 40
+    for each in continued:
+        parent, shared = each["parent_chat_id"], lines[each["parent_chat_id"]]["input_length"] // 16 * 16
+        assert prompts[each["chat_id"]][:shared] == prompts[parent][:shared]
+        assert prompts[each["chat_id"]][: shared + 16] != prompts[parent][: shared + 16]
+
+
+@pytest.mark.parametrize("backend", ["openai", "openai-chat"])
+def test_prompts_of_a_trace_have_the_blocks_in_common_that_its_hash_ids_have(
+    server: CannedServer, tmp_path: Path, backend: str
+) -> None:
+    lines = [(0, 9, [7, 8, 2]), (0.1, 8, [7, 8]), (0.2, 12, [7, 9, 2])]
+    trace = tmp_path / "t.jsonl"
+    trace.write_text(
+        "\n".join(
+            json.dumps({"timestamp": at, "input_length": length, "output_length": 1, "hash_ids": ids})
+            for at, length, ids in lines
+        )
+    )
+    flags = ("serve", "--base-url", server.url, "--backend", backend, "--dataset-name", "trace")
+    done = bench(
+        *(*flags, "--dataset-path", str(trace), "--trace-block-size", "4", "--request-rate", "20,40"),
+        *("--num-warmups", "0"),
+    )
+    assert done.returncode == 0, done.stderr
+    prompts = [
+        body["prompt"] if backend == "openai" else body["messages"][0]["content"].split()
+        for body in server.bodies
+    ]
+    first, second, third = prompts[:3]
+    assert [len(each) for each in (first, second, third)] == [9, 8, 12]
+    assert second == first[:8] and third[:4] == first[:4] and third[8] == first[8]
+    assert third[4:8] != first[4:8] and prompts[3][:4] != first[:4], "runs have prompts of their own"
+    refused = bench(*flags, "--model", "m", "--dataset-path", str(trace))
+    assert refused.returncode == 2 and "give the trace's --trace-block-size" in refused.stderr
 
 
 @pytest.mark.parametrize(

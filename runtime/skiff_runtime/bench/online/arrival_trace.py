@@ -3,7 +3,7 @@
 import csv
 import io
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
@@ -27,23 +27,30 @@ _NAMES: Final[dict[str, tuple[str, ...]]] = {
     ),
 }
 """Names of the three columns in published traces, in lower case and with underscores for blanks."""
+BLOCKS: Final = "hash_ids"
+"""The list by which published traces say which blocks of which prompts are the same; JSON lines only, and optional."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A recorded request. ``at_seconds`` is the time after the first one."""
+    """A recorded request. ``at_seconds`` is the time after the first one.
+
+    ``block_ids`` numbers the prompt's blocks of equally many tokens: equal numbers are equal blocks. It is empty if the trace has
+    none.
+    """
 
     at_seconds: float
     input_tokens: int
     output_tokens: int
+    block_ids: tuple[int, ...] = ()
 
 
 def read_trace(path: Path, unit: str) -> list[Arrival]:
     """Read the requests of a ``.csv`` file with a header line, or of JSON lines, sorted by time.
 
     Each has a timestamp (a number in ``unit``, or a date and time of ISO 8601), an input length and an output length
-    in tokens, under any of the names that published traces use. Requests without output are skipped, for they have
-    failed.
+    in tokens, under any of the names that published traces use, and may have ``hash_ids``. Requests without output are
+    skipped, for they have failed.
 
     Raises:
         ConfigError: the file is malformed; the message names the line.
@@ -55,7 +62,7 @@ def read_trace(path: Path, unit: str) -> list[Arrival]:
     if not kept:
         raise ConfigError(f"--dataset-path {path} holds no request")
     first = kept[0].at_seconds
-    return [Arrival(each.at_seconds - first, each.input_tokens, each.output_tokens) for each in kept]
+    return [replace(each, at_seconds=each.at_seconds - first) for each in kept]
 
 
 def scale_to_rate(arrivals: list[float], per_second: float) -> list[float]:
@@ -100,6 +107,7 @@ def _parse_arrival(where: str, row: Mapping[str, Any], unit_seconds: float) -> A
         _parse_timestamp(where, found["timestamp"], unit_seconds),
         _parse_length(where, "input_length", found["input_length"], 1),
         _parse_length(where, "output_length", found["output_length"], 0),
+        _parse_blocks(where, named.get(BLOCKS, [])),
     )
 
 
@@ -122,6 +130,13 @@ def _cut_to_microseconds(text: str) -> str:
     whole, dot, fraction = text.partition(".")
     digits = len(fraction) - len(fraction.lstrip("0123456789"))
     return whole + dot + fraction[: min(6, digits)] + fraction[digits:]
+
+
+def _parse_blocks(where: str, value: Any) -> tuple[int, ...]:
+    try:
+        return msgspec.convert(value, tuple[int, ...])
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{where}: {BLOCKS} must be a list of whole numbers: {error}") from error
 
 
 def _parse_length(where: str, name: str, value: Any, least: int) -> int:

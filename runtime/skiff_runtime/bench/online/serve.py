@@ -183,7 +183,7 @@ def _add_dataset(group: "argparse._ArgumentGroup") -> None:
         default=RANDOM,
         help="random prompts; ShareGPT's JSON; custom: JSON lines with prompt or messages; random prompts in groups "
         "that share a prefix; or a trace: CSV or JSON lines with timestamp, input length and output length of each "
-        "request (default: %(default)s)",
+        "request, JSON lines also with hash_ids (default: %(default)s)",
     )
     group.add_argument(
         "--dataset-path", type=Path, metavar="FILE", help="file of the sharegpt, custom or trace dataset"
@@ -212,6 +212,14 @@ def _add_dataset(group: "argparse._ArgumentGroup") -> None:
         choices=sorted(UNITS),
         default="s",
         help="unit of a trace's timestamps, if they are numbers (default: %(default)s)",
+    )
+    group.add_argument(
+        "--trace-block-size",
+        type=positive_int,
+        default=16,
+        metavar="N",
+        help="tokens for each of a trace's hash_ids; prompts have the same tokens where these are the same "
+        "(default: %(default)s)",
     )
     for name, default, text in (
         ("--gsp-num-groups", 64, "generated-shared-prefix: number of prefixes"),

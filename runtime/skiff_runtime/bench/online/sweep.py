@@ -2,21 +2,24 @@
 
 import argparse
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
 
 from skiff_runtime.bench.flag_types import LengthRange
-from skiff_runtime.bench.online.arrival_trace import Arrival, read_trace, scale_to_rate
+from skiff_runtime.bench.online.arrival_trace import BLOCKS, Arrival, read_trace, scale_to_rate
 from skiff_runtime.bench.online.dataset import read_dataset
 from skiff_runtime.bench.online.load_generator import LoadLimits
 from skiff_runtime.bench.online.runner import CHAT, LoadPlan, fetch_served_model
 from skiff_runtime.bench.workload import (
     PrefixGroups,
+    Prompt,
     SampleRequest,
     draw_arrivals,
+    draw_block_chats,
+    draw_block_tokens,
     draw_chat_prompts,
     draw_shared_prefix_chats,
     draw_shared_prefix_tokens,
@@ -171,13 +174,34 @@ def _draw_samples(
 def _draw_like_trace(
     arguments: argparse.Namespace, trace: list[Arrival], generator: np.random.Generator
 ) -> list[SampleRequest]:
-    """Draw random prompts of the recorded lengths."""
+    """Draw random prompts of the recorded lengths, with the blocks in common that the trace's prompts have."""
+    if any(each.block_ids for each in trace):
+        return _draw_blocks_of_trace(arguments, trace, generator)
     samples: list[SampleRequest] = []
     for each in trace:
         inputs = LengthRange(each.input_tokens, each.input_tokens)
         outputs = LengthRange(each.output_tokens, each.output_tokens)
         samples += _draw_random(arguments, 1, inputs, outputs, generator)
     return samples
+
+
+def _draw_blocks_of_trace(
+    arguments: argparse.Namespace, trace: list[Arrival], generator: np.random.Generator
+) -> list[SampleRequest]:
+    size: int = arguments.trace_block_size
+    for each in trace:
+        if not each.input_tokens - size < len(each.block_ids) * size < each.input_tokens + size:
+            raise ConfigError(
+                f"--dataset-path: {each.input_tokens} tokens of a prompt have {len(each.block_ids)} {BLOCKS}, which is not one "
+                f"for each {size}; give the trace's --trace-block-size"
+            )
+    prompts = [(each.input_tokens, each.block_ids) for each in trace]
+    drawn: Sequence[Prompt] = (
+        draw_block_chats(prompts, size, generator)
+        if arguments.backend == CHAT
+        else draw_block_tokens(prompts, size, arguments.vocab_size, generator)
+    )
+    return [SampleRequest(prompt, each.output_tokens) for prompt, each in zip(drawn, trace, strict=True)]
 
 
 def _draw_random(
