@@ -29,6 +29,7 @@ from tiny_tokenizer import VOCAB_SIZE
 from watch import Family
 
 from skiff_runtime.contract import EXIT_CHILD_DIED
+from skiff_runtime.processes.resolve import count_gpus
 
 pytestmark = [needs_gpus(2), *([pytest.mark.gpu] if ON_GPU else [])]
 
@@ -36,7 +37,11 @@ FULL: Final = () if ON_GPU else (pytest.mark.soak,)
 """On a CPU these are for ``make soak``, beside one of each kind in ``make test``."""
 CONTEXT: Final = 1 << 16 if ON_GPU else 1 << 12
 """Tokens of a stream that no test outlasts: a GPU computes some thousands of steps in a second."""
-FLAGS: Final = ("--served-model-name", "tiny", "--max-total-tokens", str(CONTEXT * CLIENTS), "--tp", "2")
+RANKS: Final = 4 if ON_GPU and count_gpus() >= 4 else 2
+FLAGS: Final = (
+    *("--served-model-name", "tiny", "--max-total-tokens", str(CONTEXT * CLIENTS)),
+    *("--tp", str(RANKS)),
+)
 LIMIT_SECONDS: Final = 15.0
 """Most time from a fault to the last client's error, by the default of ``--rank-heartbeat-timeout-seconds``."""
 GPU_DEFAULT: Final = () if ON_GPU else ("--rank-heartbeat-timeout-seconds", "10")
@@ -52,7 +57,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def failing_service(model: Path, *flags: str, environment: dict[str, str] | None = None) -> Iterator[Service]:
-    """Serve with two ranks; check afterwards that the service has ended with its error, and that nothing is left."""
+    """Serve with several ranks; check afterwards that the service has ended with its error, and that nothing is left."""
     free = read_free_mib()
     with running_service(model, *FLAGS, *flags, environment=environment) as service:
         family = Family.of(service)
@@ -90,7 +95,7 @@ def kill(service: Service, rank: int) -> None:
     check_errors(service, ends, rf".*rank{rank} was killed by SIGKILL")
 
 
-@pytest.mark.parametrize("rank", [pytest.param(1, marks=FULL)])
+@pytest.mark.parametrize("rank", [pytest.param(rank, marks=FULL) for rank in range(1, RANKS)])
 def test_killed_rank(model: Path, rank: int) -> None:
     """The last fault of ``test_slow_ranks_and_a_suspended_service_give_the_right_answers`` is that of rank 0."""
     with failing_service(model) as service:
@@ -101,12 +106,11 @@ def test_killed_rank(model: Path, rank: int) -> None:
     ("rank", "flags", "seconds"),
     [
         (1, ("--rank-heartbeat-timeout-seconds", str(HEARTBEAT_SECONDS)), HEARTBEAT_SECONDS),
-        pytest.param(0, GPU_DEFAULT, 10, marks=FULL),
-        pytest.param(1, GPU_DEFAULT, 10, marks=FULL),
+        *(pytest.param(rank, GPU_DEFAULT, 10, marks=FULL) for rank in range(RANKS)),
     ],
 )
 def test_stopped_rank(model: Path, rank: int, flags: tuple[str, ...], seconds: int) -> None:
-    """The other rank waits for it inside a collective, or for its messages, and sends heartbeats."""
+    """The others wait for it inside a collective, or for its messages, and send heartbeats."""
     with failing_service(model, *flags) as service:
         ends = fail_clients(service, service.children[f"rank{rank}"].suspend)
         check_errors(
@@ -127,7 +131,7 @@ def test_rank_that_stops_during_a_drain(model: Path, rank: int) -> None:
         check_errors(service, ends, rf"rank{rank} has been silent for 10 s")
 
 
-@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=FULL)])
+@pytest.mark.parametrize("rank", [1, *(pytest.param(rank, marks=FULL) for rank in range(RANKS) if rank != 1)])
 def test_rank_that_hangs_in_a_step(model: Path, tmp_path: Path, rank: int) -> None:
     """Its main loop sends heartbeats, and so do the others, which wait for it inside a collective.
 
@@ -179,8 +183,7 @@ def test_slow_ranks_and_a_suspended_service_give_the_right_answers(model: Path, 
     flags = ("--rank-heartbeat-timeout-seconds", str(SILENCE_SECONDS))
     with failing_service(model, *flags, environment=fault.environment) as service:
         for delay in (
-            slowed(service.children["rank0"]),
-            slowed(service.children["rank1"]),
+            *(slowed(service.children[f"rank{rank}"]) for rank in range(RANKS)),
             long_step(fault),
             suspended([psutil.Process(service.process.pid), *service.children.values()]),
         ):

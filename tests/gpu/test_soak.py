@@ -47,7 +47,9 @@ pytestmark = [pytest.mark.gpu] if ON_GPU else []
 
 @pytest.mark.timeout(SECONDS + 60)
 @pytest.mark.parametrize(
-    "tp", [*([1] if ON_GPU else []), pytest.param(2, marks=needs_gpus(2))], ids=lambda tp: f"tp{tp}"
+    "tp",
+    [1, pytest.param(2, marks=needs_gpus(2)), pytest.param(4, marks=needs_gpus(4))] if ON_GPU else [2],
+    ids=lambda tp: f"tp{tp}",
 )
 def test_many_requests_leak_no_pages_and_no_memory(tmp_path: Path, tp: int) -> None:
     model = shapes.find("shape://qwen3-0.6b") if ON_GPU else demo.DIRECTORY
