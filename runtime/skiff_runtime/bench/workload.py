@@ -104,17 +104,19 @@ def draw_block_tokens(
 ) -> list[list[int]]:
     """Draw prompts of random token ids below ``vocab_size`` from their lengths and the numbers of their blocks.
 
-    A block has ``block_tokens`` tokens, the last one of a prompt as many as its length allows. Blocks of the same number begin with
-    the same tokens, all others have nothing in common.
+    Each number stands for ``block_tokens`` tokens. The last block of a prompt is cut to the prompt's length; tokens behind the last
+    block are the prompt's own.
     """
     rows: dict[int, int] = {}
     for _, blocks in prompts:
         for block in blocks:
             rows.setdefault(block, len(rows))
     table = generator.integers(0, vocab_size, size=(len(rows), block_tokens))
-    return [
-        table[[rows[block] for block in blocks]].reshape(-1)[:length].tolist() for length, blocks in prompts
-    ]
+    drawn = []
+    for length, blocks in prompts:
+        tokens: list[int] = table[[rows[block] for block in blocks]].reshape(-1)[:length].tolist()
+        drawn.append(tokens + generator.integers(0, vocab_size, size=length - len(tokens)).tolist())
+    return drawn
 
 
 def draw_block_chats(

@@ -1,8 +1,8 @@
 """Peer-to-peer all-reduce between the GPUs of one host: the choice of an algorithm, and the memory that it needs.
 
-The kernels are in ``kernels.triton.all_reduce``, the copies in ``copy_exchange``. All ranks sum by the same algorithm, so it is chosen from what all
-ranks know alike: their number, and the shape and dtype of the message. Only peer access is needed (NVLink, or PCIe
-where the driver allows it), no multicast.
+The kernels are in ``kernels.triton.all_reduce``, the copies in ``copy_exchange``. All ranks sum by the same algorithm,
+so it is chosen from what all ranks know alike: their number, and the shape and dtype of the message. Only peer access is
+needed (NVLink, or PCIe where the driver allows it), no multicast.
 """
 
 import math

@@ -281,7 +281,7 @@ def test_made_chats_are_a_trace_whose_prompts_continue_each_other(tmp_path: Path
 def test_prompts_of_a_trace_have_the_blocks_in_common_that_its_hash_ids_have(
     server: CannedServer, tmp_path: Path, backend: str
 ) -> None:
-    lines = [(0, 9, [7, 8, 2]), (0.1, 8, [7, 8]), (0.2, 12, [7, 9, 2])]
+    lines = [(0, 9, [7, 8, 2]), (0.1, 10, [7, 8]), (0.2, 12, [7, 9, 2])]
     trace = tmp_path / "t.jsonl"
     trace.write_text(
         "\n".join(
@@ -300,8 +300,8 @@ def test_prompts_of_a_trace_have_the_blocks_in_common_that_its_hash_ids_have(
         for body in server.bodies
     ]
     first, second, third = prompts[:3]
-    assert [len(each) for each in (first, second, third)] == [9, 8, 12]
-    assert second == first[:8] and third[:4] == first[:4] and third[8] == first[8]
+    assert [len(each) for each in (first, second, third)] == [9, 10, 12]
+    assert second[:8] == first[:8] and third[:4] == first[:4] and third[8] == first[8]
     assert third[4:8] != first[4:8] and prompts[3][:4] != first[:4], "runs have prompts of their own"
     refused = bench(*flags, "--model", "m", "--dataset-path", str(trace))
     assert refused.returncode == 2 and "give the trace's --trace-block-size" in refused.stderr

@@ -28,15 +28,14 @@ _NAMES: Final[dict[str, tuple[str, ...]]] = {
 }
 """Names of the three columns in published traces, in lower case and with underscores for blanks."""
 BLOCKS: Final = "hash_ids"
-"""The list by which published traces say which blocks of which prompts are the same; JSON lines only, and optional."""
+"""The optional list of a JSON line that numbers the blocks of its prompt; equal blocks have equal numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
     """A recorded request. ``at_seconds`` is the time after the first one.
 
-    ``block_ids`` numbers the prompt's blocks of equally many tokens: equal numbers are equal blocks. It is empty if the trace has
-    none.
+    ``block_ids`` numbers the blocks of the prompt, all of one size; equal blocks have equal numbers. Empty if the trace has none.
     """
 
     at_seconds: float
