@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 from time import monotonic
 from types import TracebackType
@@ -77,7 +78,7 @@ class RankPool:
         self._ranks = []
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = _start_context(self._device)
         run_dir = self._directory / f"ranks{self._starts}"
         run_dir.mkdir(parents=True)
         self._starts += 1
@@ -130,6 +131,18 @@ def on_ranks(
     """Run one function on ``tp_size`` ranks, as ``RankPool.run`` does."""
     with RankPool(tp_size, run_dir, device) as pool:
         return pool.run(function, *arguments, timeout_seconds=timeout_seconds)
+
+
+def _start_context(device: str) -> SpawnContext | ForkServerContext:
+    """Return how to start ranks. On a CPU they are forked from a process that has imported what most of them need.
+
+    That process has run nothing, so it has neither threads nor tensors.
+    """
+    if device == "cuda":
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["rank_functions"])
+    return context
 
 
 def single_rank() -> TensorParallelGroup:
