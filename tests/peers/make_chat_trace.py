@@ -23,7 +23,7 @@ CONTINUED: Final = 0.5
 """The share of requests that continue a conversation, where one waits."""
 PAUSE_SECONDS: Final = 10.0
 SYSTEM_TOKENS: Final = (64, 160, 320, 512)
-"""The system prompts, one of which a conversation begins with."""
+"""The lengths of the system prompts. Every conversation begins with one of these prompts."""
 FIRST, DOCUMENT, NEXT, ANSWER = (200, 0.9), (3500, 0.6), (120, 0.9), (350, 0.7)
 """Median and sigma of log-normal lengths, in tokens."""
 DOCUMENT_SHARE: Final = 1 / 6

@@ -38,7 +38,7 @@ def make_model_dir(shape: str, directory: Path, *, words: bool) -> None:
 
 
 def make_word_tokenizer(vocab_size: int) -> Tokenizer:
-    """Return a tokenizer of whole words, the first of which are those of the benchmark's prompts."""
+    """Return a tokenizer of whole words. Its first tokens are the words of the benchmark's prompts."""
     names = [*WORDS, *(f"word{number}" for number in range(vocab_size - len(WORDS)))]
     vocab = {name: number for number, name in enumerate(names)}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=WORDS[0]))

@@ -84,16 +84,27 @@ def _compare_fused(group: TensorParallelGroup) -> list[str]:
         found = group.all_reduce_add_rms_norm(part.clone(), residual, weight, EPS)
         if not all(map(same_bits, found, add_rms_norm(total, residual, weight, EPS))):
             wrong.append(f"fused norm of {rows} rows")
-        quantized, summed = group.all_reduce_add_rms_norm_quantize(part, residual, weight, EPS)
-        expected, expected_sum = add_rms_norm_quantize(total, residual, weight, EPS, math.inf)
-        pairs = [
-            (quantized.values, expected.values),
-            (quantized.scales, expected.scales),
-            (summed, expected_sum),
-        ]
-        if not all(same_bits(*pair) for pair in pairs):
+        if not _quantizes_alike(group, part, total, residual, weight):
             wrong.append(f"fused norm and quantization of {rows} rows")
     return wrong
+
+
+def _quantizes_alike(
+    group: TensorParallelGroup,
+    part: torch.Tensor,
+    total: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+) -> bool:
+    """Return whether sum, norm and quantization of the ranks' parts have the bits of those of their ``total``."""
+    quantized, summed = group.all_reduce_add_rms_norm_quantize(part, residual, weight, EPS)
+    expected, expected_sum = add_rms_norm_quantize(total, residual, weight, EPS, math.inf)
+    pairs = [
+        (quantized.values, expected.values),
+        (quantized.scales, expected.scales),
+        (summed, expected_sum),
+    ]
+    return all(same_bits(*pair) for pair in pairs)
 
 
 def _compare_products(group: TensorParallelGroup) -> list[str]:
@@ -240,14 +251,7 @@ def _compare_exchanged_norms(group: TensorParallelGroup) -> list[str]:
     wrong = []
     if not all(map(same_bits, found, add_rms_norm(total, residual, weight, EPS))):
         wrong.append("norm of parts that are exchanged whole")
-    quantized, summed = group.all_reduce_add_rms_norm_quantize(part, residual, weight, EPS)
-    expected, expected_sum = add_rms_norm_quantize(total, residual, weight, EPS, math.inf)
-    pairs = [
-        (quantized.values, expected.values),
-        (quantized.scales, expected.scales),
-        (summed, expected_sum),
-    ]
-    if not all(same_bits(*pair) for pair in pairs):
+    if not _quantizes_alike(group, part, total, residual, weight):
         wrong.append("norm and quantization of parts that are exchanged whole")
     return wrong
 

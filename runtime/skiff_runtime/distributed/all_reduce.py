@@ -82,7 +82,7 @@ def find_limits(ranks: int, limits: tuple[AllReduceLimits, ...]) -> AllReduceLim
 def choose_algorithm(
     nbytes: int, ranks: int, limits: tuple[AllReduceLimits, ...], exchange_capacity: int = 0
 ) -> Algorithm:
-    """Return the algorithm for a message of ``nbytes`` bytes; NCCL also where no limits are for so many ranks.
+    """Return the algorithm that sums a message of ``nbytes`` bytes; it is NCCL if all limits are for fewer ranks.
 
     ``exchange_capacity`` is the largest message that copy engines exchange.
     """
@@ -227,7 +227,7 @@ class PeerToPeerAllReduce:
         )
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the sum over the ranks, where ``choose`` does not return NCCL; ``x`` may be overwritten."""
+        """Return the sum over the ranks, where ``can_reduce`` is true; ``x`` may be overwritten."""
         algorithm = self.choose(x)
         if algorithm is Algorithm.COPY_ENGINES:
             own, other = self.exchange(x)
@@ -373,14 +373,13 @@ def _verify_peer_writes(buffer: SymmetricBuffer, rank: int, ranks: int, all_rank
 
     Where an IOMMU is in the way, peer access is reported and data is lost without an error.
     """
-    buffer.memory.zero_()
-    torch.cuda.synchronize()
-    all_ranks(True)
-    for peer in range(ranks):
-        if peer != rank:
-            buffer.of_rank(peer, ranks)[rank] = rank + 1
-    torch.cuda.synchronize()
-    all_ranks(True)
+
+    def write() -> None:
+        for peer in range(ranks):
+            if peer != rank:
+                buffer.of_rank(peer, ranks)[rank] = rank + 1
+
+    _write_together(buffer.memory, write, all_ranks)
     seen = buffer.memory[: 8 * ranks].view(torch.int64).tolist()
     buffer.memory.zero_()
     torch.cuda.synchronize()
@@ -390,15 +389,21 @@ def _verify_peer_writes(buffer: SymmetricBuffer, rank: int, ranks: int, all_rank
 
 def _verify_copies(received: torch.Tensor, peer: torch.Tensor, rank: int, all_ranks: AllRanks) -> str | None:
     """Copy into the other rank's buffer and read what it copied into this one; return what is wrong."""
-    sample = slice(0, VERIFIED_BYTES)
-    received[sample].zero_()
-    torch.cuda.synchronize()
-    all_ranks(True)
-    peer[sample].copy_(torch.full_like(received[sample], rank + 1))
-    torch.cuda.synchronize()
-    all_ranks(True)
-    arrived = bool((received[sample] == 2 - rank).all())
+    sample = received[:VERIFIED_BYTES]
+    pattern = torch.full_like(sample, rank + 1)
+    _write_together(sample, lambda: peer[:VERIFIED_BYTES].copy_(pattern), all_ranks)
+    arrived = bool((sample == 2 - rank).all())
     return None if arrived else f"data that GPU {1 - rank} copied did not arrive on GPU {rank}"
+
+
+def _write_together(own: torch.Tensor, write: Callable[[], object], all_ranks: AllRanks) -> None:
+    """Zero this rank's memory, write to that of peers when all ranks have done so, and wait until all have written."""
+    own.zero_()
+    torch.cuda.synchronize()
+    all_ranks(True)
+    write()
+    torch.cuda.synchronize()
+    all_ranks(True)
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:

@@ -52,7 +52,7 @@ class CopyExchange:
         return self._received.nbytes
 
     def start(self, message: torch.Tensor) -> "PendingExchange":
-        """Begin to exchange a contiguous message [T, n] of at most ``capacity`` bytes, none of which need be computed yet.
+        """Begin to exchange a contiguous message [T, n] of at most ``capacity`` bytes; its rows may be computed afterwards.
 
         Both ranks begin the same exchanges in the same order, and no other collective before ``finish``.
         """
@@ -96,7 +96,7 @@ class PendingExchange:
             self._peer[rows].copy_(self._message[rows], non_blocking=True)
 
     def finish(self) -> torch.Tensor:
-        """Return the other rank's message [T, n], of which all rows have been sent; valid until the next exchange."""
+        """Return the other rank's message [T, n], valid until the next exchange; all rows must have been sent."""
         if self._stream is not None:
             torch.cuda.current_stream(self._message.device).wait_stream(self._stream)
         barrier(self._memory)

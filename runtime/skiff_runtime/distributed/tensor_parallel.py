@@ -129,10 +129,8 @@ class TensorParallelGroup:
         """
         if self._peers is not None and self._peers.can_fuse(x):
             return self._peers.add_rms_norm(x, residual, weight, eps)
-        if self._peers is not None and self._peers.can_exchange(x.nbytes, x.dtype):
-            own, other = self._peers.exchange(x)
-            return add_rms_norm(own, residual, weight, eps, other=other)
-        return add_rms_norm(self.all_reduce(x), residual, weight, eps)
+        part, other = self._sum_or_exchange(x)
+        return add_rms_norm(part, residual, weight, eps, other=other)
 
     def can_fuse_linear(self, x: torch.Tensor, matrix: torch.Tensor) -> bool:
         """Return whether x [T, inputs] times matrix [n, inputs] can be fused with its sum, by its shape and dtype alone.
@@ -170,10 +168,8 @@ class TensorParallelGroup:
         """Do what ``all_reduce_add_rms_norm`` does, and quantize the norm to FP8."""
         if self._peers is not None and self._peers.can_fuse(x):
             return self._peers.add_rms_norm_quantize(x, residual, weight, eps, bound)
-        if self._peers is not None and self._peers.can_exchange(x.nbytes, x.dtype):
-            own, other = self._peers.exchange(x)
-            return add_rms_norm_quantize(own, residual, weight, eps, bound, other)
-        return add_rms_norm_quantize(self.all_reduce(x), residual, weight, eps, bound)
+        part, other = self._sum_or_exchange(x)
+        return add_rms_norm_quantize(part, residual, weight, eps, bound, other)
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Concatenate [N, C] of every rank along the columns: [N, tp_size * C], bit-identical on every rank.
@@ -250,6 +246,12 @@ class TensorParallelGroup:
             if required:
                 raise ConfigError(f"--all-reduce p2p: {error}; use --all-reduce nccl") from error
             log.event("all_reduce_by_nccl", reason=str(error))
+
+    def _sum_or_exchange(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the sum over the ranks and None, or both ranks' parts of it, which the caller adds; see ``can_exchange``."""
+        if self._peers is not None and self._peers.can_exchange(x.nbytes, x.dtype):
+            return self._peers.exchange(x)
+        return self.all_reduce(x), None
 
     def _sum(self, tensor: torch.Tensor) -> None:
         """Sum ``tensor`` over the ranks in place."""

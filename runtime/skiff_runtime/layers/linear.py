@@ -112,7 +112,7 @@ class ColumnParallelLinear:
 
 
 def divide_rows(rows: int, tuning: CopyExchangeTuning) -> list[slice]:
-    """Return the chunks of a product of ``rows`` rows, each of which is sent while the next one is computed.
+    """Divide a product of ``rows`` rows into chunks, so that a chunk can be sent while the next one is computed.
 
     Each chunk is half of what remains, in whole ``ROW_MULTIPLE`` rows: few chunks, and little that is sent behind the last one.
     """

@@ -146,7 +146,10 @@ def test_kernels_have_the_sizes_of_one_rank(found: dict[int, list[Launch]], tp_s
 
 
 def test_kernels_without_sharded_sizes_are_the_same_for_any_tp_size(found: dict[int, list[Launch]]) -> None:
-    """Ranks of several also write the tokens of filtered rows to the table, of which there may be other numbers; two exchange."""
+    """The kernels that sum over the ranks and sample from shards are added, and those of an exchange for two ranks.
+
+    Several ranks also write the tokens of filtered rows to the table, and so other numbers of cells.
+    """
     names = {launch[0] for launch in found[1]}
     for tp_size, launched in found.items():
         added = SHARDED | SUMS if tp_size > 1 else set()

@@ -13,15 +13,13 @@ from skiff_runtime.kernels.triton.all_reduce.peer_memory import (
     PeerMemory,
     end_call,
     is_refresh,
-    load_peers,
-    load_rank,
+    load_ranks,
     may_store,
-    own_memory,
     release,
     rewrite_words,
     set_flags,
+    start_call,
     wait_for_flags,
-    wait_limit,
 )
 from skiff_runtime.kernels.triton.runtime.dependent_launch import (
     launch_dependents,
@@ -55,12 +53,9 @@ def barrier_kernel(
     """
     launch_dependents(PDL)
     channel = tl.program_id(0).to(tl.int64)
-    rank = load_rank(table, RANKS)
-    peers = load_peers(table, rank, RANKS)
-    own = own_memory(table, rank)
+    rank, peers, own = load_ranks(table, RANKS)
     wait_for_dependencies(PDL)
-    epoch = tl.load(epochs + channel) + 1
-    limit = wait_limit(control, "")
+    epoch, limit = start_call(epochs, control, channel)
     stores = may_store(limit)
     if is_refresh(epoch) & stores:
         rewrite_words(own, peers, rank, channel, epoch, 0, LINES, RANKS, PTX)

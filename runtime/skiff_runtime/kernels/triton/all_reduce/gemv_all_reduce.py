@@ -30,10 +30,8 @@ from skiff_runtime.kernels.triton.all_reduce.peer_memory import (
     PeerMemory,
     end_call,
     is_refresh,
-    load_peers,
-    load_rank,
+    load_ranks,
     may_store,
-    own_memory,
     read_clock,
     rewrite_words,
     store_once,
@@ -155,9 +153,7 @@ def receive_add_rms_norm_kernel(
     columns = tl.arange(0, BLOCK)
     inside = columns < WIDTH
     weights = tl.load(weight + columns, inside, 0.0).to(tl.float32)
-    rank = load_rank(table, RANKS)
-    peers = load_peers(table, rank, RANKS)
-    own = own_memory(table, rank)
+    rank, peers, own = load_ranks(table, RANKS)
     channel = tl.full((), 0, tl.int64)
     # From L2: what the kernels ahead of the GEMV wrote, L1 shows for certain only behind this kernel's own wait.
     epoch = tl.load(epochs, cache_modifier=".cg") + 1

@@ -26,15 +26,13 @@ from skiff_runtime.kernels.triton.all_reduce.peer_memory import (
     add_words,
     end_call,
     is_refresh,
-    load_peers,
-    load_rank,
+    load_ranks,
     may_store,
-    own_memory,
     receive_words,
     sort_by_rank,
+    start_call,
     store_words,
     sum_words,
-    wait_limit,
     words_offset,
 )
 from skiff_runtime.kernels.triton.fp8.quantize import empty_quantized, row_options, store_row
@@ -77,12 +75,9 @@ def low_latency_all_reduce_kernel(
     """
     launch_dependents(PDL)
     channel = tl.program_id(0).to(tl.int64)
-    rank = load_rank(table, RANKS)
-    peers = load_peers(table, rank, RANKS)
-    own = own_memory(table, rank)
+    rank, peers, own = load_ranks(table, RANKS)
     wait_for_dependencies(PDL)
-    epoch = tl.load(epochs + channel) + 1
-    limit = wait_limit(control, "")
+    epoch, limit = start_call(epochs, control, channel)
     tiles = tl.cdiv(lines, LINES)
     _push_tiles(x, own, peers, rank, channel, epoch, limit, tiles, lines, LINES, LINES, RANKS, PTX)
     state = tl.full((), 0, tl.int32)
@@ -135,12 +130,9 @@ def all_reduce_add_rms_norm_kernel(
     columns = tl.arange(0, BLOCK)
     inside = columns < WIDTH
     weights = tl.load(weight + columns, inside, 0.0).to(tl.float32)
-    rank = load_rank(table, RANKS)
-    peers = load_peers(table, rank, RANKS)
-    own = own_memory(table, rank)
+    rank, peers, own = load_ranks(table, RANKS)
     wait_for_dependencies(PDL)
-    epoch = tl.load(epochs + channel) + 1
-    limit = wait_limit(control, "")
+    epoch, limit = start_call(epochs, control, channel)
     _push_tiles(
         x, own, peers, rank, channel, epoch, limit, rows, rows * ROW_LINES, ROW_LINES, LINES, RANKS, PTX
     )
@@ -189,12 +181,9 @@ def all_reduce_add_rms_norm_quantize_kernel(
     columns = tl.arange(0, BLOCK)
     inside = columns < WIDTH
     weights = tl.load(weight + columns, inside, 0.0).to(tl.float32)
-    rank = load_rank(table, RANKS)
-    peers = load_peers(table, rank, RANKS)
-    own = own_memory(table, rank)
+    rank, peers, own = load_ranks(table, RANKS)
     wait_for_dependencies(PDL)
-    epoch = tl.load(epochs + channel) + 1
-    limit = wait_limit(control, "")
+    epoch, limit = start_call(epochs, control, channel)
     _push_tiles(
         x, own, peers, rank, channel, epoch, limit, rows, rows * ROW_LINES, ROW_LINES, LINES, RANKS, PTX
     )

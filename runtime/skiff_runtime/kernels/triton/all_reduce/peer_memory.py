@@ -147,6 +147,23 @@ def own_memory(table: tl.tensor, rank: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def load_ranks(table: tl.tensor, RANKS: tl.constexpr) -> tl.tensor:
+    """Return (the rank that runs this kernel, the addresses of its peers, that of its own memory), which no kernel writes."""
+    rank = load_rank(table, RANKS)
+    peers = load_peers(table, rank, RANKS)
+    own = own_memory(table, rank)
+    return rank, peers, own
+
+
+@triton.jit
+def start_call(epochs: tl.tensor, control: tl.tensor, channel: tl.tensor) -> tl.tensor:
+    """Return (the epoch of the channel's call, how long a wait may take); ``end_call`` counts it."""
+    epoch = tl.load(epochs + channel) + 1
+    limit = wait_limit(control, "")
+    return epoch, limit
+
+
+@triton.jit
 def wait_limit(control: tl.tensor, CACHE: tl.constexpr) -> tl.tensor:
     """Return how long a wait may take: no time once one has timed out. ``CACHE`` is the modifier of the loads."""
     failed = tl.load(control, cache_modifier=CACHE)

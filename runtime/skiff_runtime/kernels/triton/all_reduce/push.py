@@ -23,17 +23,15 @@ from skiff_runtime.kernels.triton.all_reduce.peer_memory import (
     end_call,
     find_source,
     is_refresh,
-    load_peers,
-    load_rank,
+    load_ranks,
     may_store,
-    own_memory,
     plain_offset,
     rewrite_words,
     set_flags,
     sort_by_rank,
+    start_call,
     sum_words,
     wait_for_flags,
-    wait_limit,
 )
 from skiff_runtime.kernels.triton.runtime.dependent_launch import (
     launch_dependents,
@@ -76,12 +74,9 @@ def push_all_reduce_kernel(
     """
     launch_dependents(PDL)
     channel = tl.program_id(0).to(tl.int64)
-    rank = load_rank(table, RANKS)
-    peers = load_peers(table, rank, RANKS)
-    own = own_memory(table, rank)
+    rank, peers, own = load_ranks(table, RANKS)
     wait_for_dependencies(PDL)
-    epoch = tl.load(epochs + channel) + 1
-    limit = wait_limit(control, "")
+    epoch, limit = start_call(epochs, control, channel)
     stores = may_store(limit)
     message = x.to(tl.pointer_type(tl.int64))
     buffer = plain_offset(epoch, channel, RANKS)

@@ -24,15 +24,13 @@ from skiff_runtime.kernels.triton.all_reduce.peer_memory import (
     PeerMemory,
     end_call,
     is_refresh,
-    load_peers,
-    load_rank,
+    load_ranks,
     may_store,
-    own_memory,
     plain_offset,
     rewrite_words,
     set_flags,
+    start_call,
     wait_for_flags,
-    wait_limit,
 )
 from skiff_runtime.kernels.triton.all_reduce.push import (
     index_words,
@@ -102,12 +100,9 @@ def push_all_reduce_add_rms_norm_kernel(
     columns = tl.arange(0, BLOCK)
     inside = columns < WIDTH
     weights = tl.load(weight + columns, inside, 0.0).to(tl.float32)
-    rank = load_rank(table, RANKS)
-    peers = load_peers(table, rank, RANKS)
-    own = own_memory(table, rank)
+    rank, peers, own = load_ranks(table, RANKS)
     wait_for_dependencies(PDL)
-    epoch = tl.load(epochs + channel) + 1
-    limit = wait_limit(control, "")
+    epoch, limit = start_call(epochs, control, channel)
     first = channel * chunk
     end = tl.minimum(first + chunk, rows)
     buffer = own + plain_offset(epoch, channel, RANKS)
@@ -163,12 +158,9 @@ def push_all_reduce_add_rms_norm_quantize_kernel(
     inside = columns < WIDTH
     dtype = total.dtype.element_ty
     weights = tl.load(weight + columns, inside, 0.0).to(tl.float32)
-    rank = load_rank(table, RANKS)
-    peers = load_peers(table, rank, RANKS)
-    own = own_memory(table, rank)
+    rank, peers, own = load_ranks(table, RANKS)
     wait_for_dependencies(PDL)
-    epoch = tl.load(epochs + channel) + 1
-    limit = wait_limit(control, "")
+    epoch, limit = start_call(epochs, control, channel)
     first = channel * chunk
     end = tl.minimum(first + chunk, rows)
     buffer = own + plain_offset(epoch, channel, RANKS)
