@@ -32,7 +32,12 @@ ROWS: Final = (1, 2, 7, 32, 51, 52, 256, 1600, 2000, 6000, 6600, 7000)
 EXCHANGED_ROWS: Final = 6600
 """The largest message that is exchanged."""
 LIMITS: Final = AllReduceLimits(
-    ranks=8, low_latency=512 << 10, one_shot=16 << 20, fused_one_shot=8 << 20, two_shot=64 << 20
+    ranks=8,
+    low_latency=512 << 10,
+    fused_low_latency=512 << 10,
+    one_shot=16 << 20,
+    fused_one_shot=8 << 20,
+    two_shot=64 << 20,
 )
 """Every algorithm sums some of ROWS, which have 10 KB each: both sides of every limit, and more than one slice."""
 DTYPE: Final = torch.bfloat16

@@ -79,7 +79,14 @@ def generated_by_exchanges(
     assert peers is not None, "the GPUs have no peer access"
     limits, size = peers._limits, 1 << 10
     peers._limits = (
-        AllReduceLimits(ranks=2, low_latency=size, one_shot=size, fused_one_shot=size, two_shot=size),
+        AllReduceLimits(
+            ranks=2,
+            low_latency=size,
+            fused_low_latency=size,
+            one_shot=size,
+            fused_one_shot=size,
+            two_shot=size,
+        ),
     )
     found = []
     try:

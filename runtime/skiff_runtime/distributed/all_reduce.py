@@ -204,14 +204,7 @@ class PeerToPeerAllReduce:
 
     def can_fuse(self, x: torch.Tensor) -> bool:
         """Return whether the norm of rows [T, n] of the shape and dtype of ``x`` can be fused with their sum."""
-        rows, width = x.shape
-        algorithm, ranks = self.choose(x), self._memory.ranks
-        if algorithm is Algorithm.LOW_LATENCY:
-            return fits_rows(rows, width * x.itemsize)
-        found = find_limits(ranks, self._limits)
-        if found is None or algorithm is not Algorithm.ONE_SHOT or x.nbytes > found.fused_one_shot:
-            return False
-        return fits_push_rows(rows, width * x.itemsize, ranks)
+        return self._choose_fused(x) is not None
 
     def can_fuse_gemv(self, x: torch.Tensor, matrix: torch.Tensor) -> bool:
         """Return whether ``gemv_add_rms_norm`` takes x [T, inputs] and matrix [n, inputs], of one dtype: T is 1."""
@@ -248,7 +241,7 @@ class PeerToPeerAllReduce:
         """Do what ``all_reduce`` and then ``kernels.rms_norm.add_rms_norm`` do, where ``can_fuse`` is true."""
         fused = (
             all_reduce_add_rms_norm
-            if self.choose(x) is Algorithm.LOW_LATENCY
+            if self._choose_fused(x) is Algorithm.LOW_LATENCY
             else push_all_reduce_add_rms_norm
         )
         return fused(_aligned(x), _aligned(residual), weight, eps, self._memory)
@@ -259,7 +252,7 @@ class PeerToPeerAllReduce:
         """Do what ``all_reduce`` and then ``kernels.fp8.add_rms_norm_quantize`` do, where ``can_fuse`` is true."""
         fused = (
             all_reduce_add_rms_norm_quantize
-            if self.choose(x) is Algorithm.LOW_LATENCY
+            if self._choose_fused(x) is Algorithm.LOW_LATENCY
             else push_all_reduce_add_rms_norm_quantize
         )
         return fused(_aligned(x), _aligned(residual), weight, eps, self._memory, bound)
@@ -314,8 +307,20 @@ class PeerToPeerAllReduce:
     def sample_row_counts(self, row_bytes: int) -> list[int]:
         """Return the largest numbers of rows, of ``row_bytes`` bytes, that each limit of a fused sum allows."""
         found = find_limits(self._memory.ranks, self._limits)
-        sizes = () if found is None else (found.low_latency, found.fused_one_shot)
+        sizes = () if found is None else (found.fused_low_latency, found.fused_one_shot)
         return sorted({size // row_bytes for size in sizes} - {0})
+
+    def _choose_fused(self, x: torch.Tensor) -> Algorithm | None:
+        """Return the algorithm of the kernel that sums and normalizes rows [T, n] like ``x``; None if there is none for them."""
+        (rows, width), ranks = x.shape, self._memory.ranks
+        found, row_bytes = find_limits(ranks, self._limits), width * x.itemsize
+        if found is None or self.choose(x) not in (Algorithm.LOW_LATENCY, Algorithm.ONE_SHOT):
+            return None
+        if x.nbytes <= min(found.fused_low_latency, low_latency_capacity()) and fits_rows(rows, row_bytes):
+            return Algorithm.LOW_LATENCY
+        if x.nbytes <= found.fused_one_shot and fits_push_rows(rows, row_bytes, ranks):
+            return Algorithm.ONE_SHOT
+        return None
 
     def _choose_for(self, nbytes: int, dtype: torch.dtype) -> Algorithm:
         if dtype not in DTYPES:

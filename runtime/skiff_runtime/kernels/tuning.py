@@ -426,7 +426,9 @@ class AllReduceLimits:
 
     ranks: int
     low_latency: int
-    """By one-shot with LL words, alone or fused with the norm."""
+    """By one-shot with LL words."""
+    fused_low_latency: int
+    """By the same, fused with the norm."""
     one_shot: int
     fused_one_shot: int
     """By one-shot behind flags, fused with the norm; beyond it, up to ``one_shot``, the norm is a launch of its own."""
@@ -813,17 +815,34 @@ HOPPER: Final = Tuning(
     # Two ranks, 10 KB a row, sum and norm by LL, fused one-shot, and one-shot with the norm behind it: 6.5, 5.6 and 6.9
     # us for 32 rows, 8.0, 6.8 and 9.4 for 64, -, 14.7 and 15.6 for 256, -, 25.7 and 28.0 for 512; LL takes 4.3 for one row.
     # Sums alone by one-shot and NCCL: 13.1 and 27.9 us for 256 rows, 21.3 and 36.3 for 512; NCCL is ahead from 2,048 on.
-    # Untuned for more ranks: SGLang's limits on an H200 (CustomAllReduceV2: one-shot to 384 KB and 128 KB for 4 and 8
-    # ranks; two-shot to 128 MB and 32 MB).
+    # Four ranks, us by LL, one-shot and two-shot: 80 KB 7.8, 8.0, -; 160 KB 9.3, 9.5, -; 260 KB 10.5, 10.4, -; 660 KB -, 14.2,
+    # 14.8; 1 MB -, 18.9, 16.7. Two-shot and NCCL: 33.5 MB 172.2 and 177.3, 42 MB 236 and 232, 67 MB 338 and 326. With the norm,
+    # one-shot is ahead of LL at every size: 10 KB 7.6 and 11.4, 64 KB 7.5 and 7.9, 130 KB 7.5 and 9.4; at 660 KB it takes 15.8,
+    # two-shot with the norm behind it 16.5. Untuned for 8 ranks: SGLang's limits on an H200 (CustomAllReduceV2).
     all_reduce=(
         AllReduceLimits(
-            ranks=2, low_latency=160 << 10, one_shot=12 << 20, fused_one_shot=5 << 20, two_shot=12 << 20
+            ranks=2,
+            low_latency=160 << 10,
+            fused_low_latency=160 << 10,
+            one_shot=12 << 20,
+            fused_one_shot=5 << 20,
+            two_shot=12 << 20,
         ),
         AllReduceLimits(
-            ranks=4, low_latency=160 << 10, one_shot=384 << 10, fused_one_shot=384 << 10, two_shot=128 << 20
+            ranks=4,
+            low_latency=160 << 10,
+            fused_low_latency=0,
+            one_shot=704 << 10,
+            fused_one_shot=704 << 10,
+            two_shot=36 << 20,
         ),
         AllReduceLimits(
-            ranks=8, low_latency=64 << 10, one_shot=128 << 10, fused_one_shot=128 << 10, two_shot=32 << 20
+            ranks=8,
+            low_latency=64 << 10,
+            fused_low_latency=64 << 10,
+            one_shot=128 << 10,
+            fused_one_shot=128 << 10,
+            two_shot=32 << 20,
         ),
     ),
     # Two H200, ms of product, sum and norm, 4,096 and 12,800 inputs, 5,120 outputs. 4,096 rows, in a graph: by NCCL 0.43 and

@@ -1,6 +1,7 @@
 """Which algorithm sums a message, the fallback to NCCL, and the refusal of --all-reduce p2p."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,9 +27,21 @@ from skiff_runtime.processes.resolve import resolve
 
 LIMITS = (
     AllReduceLimits(
-        ranks=2, low_latency=1 << 10, one_shot=1 << 20, fused_one_shot=512 << 10, two_shot=1 << 20
+        ranks=2,
+        low_latency=1 << 10,
+        fused_low_latency=1 << 10,
+        one_shot=1 << 20,
+        fused_one_shot=512 << 10,
+        two_shot=1 << 20,
     ),
-    AllReduceLimits(ranks=4, low_latency=1 << 10, one_shot=2 << 10, fused_one_shot=2 << 10, two_shot=4 << 10),
+    AllReduceLimits(
+        ranks=4,
+        low_latency=1 << 10,
+        fused_low_latency=1 << 10,
+        one_shot=2 << 10,
+        fused_one_shot=2 << 10,
+        two_shot=4 << 10,
+    ),
 )
 
 
@@ -57,13 +70,32 @@ def test_algorithm_depends_on_the_size_and_the_number_of_ranks(
 def test_limits_of_the_tuning_table_ascend() -> None:
     assert [each.ranks for each in HOPPER.all_reduce] == [2, 4, 8]
     for each in HOPPER.all_reduce:
-        assert 0 < each.low_latency <= each.fused_one_shot <= each.one_shot <= each.two_shot
+        assert (
+            0
+            <= each.fused_low_latency
+            <= each.low_latency
+            <= each.fused_one_shot
+            <= each.one_shot
+            <= each.two_shot
+        )
 
 
 def test_integers_are_left_to_nccl() -> None:
     peers = PeerToPeerAllReduce.detached(2, torch.device("cpu"))
     assert peers.can_reduce(torch.empty(64)) and not peers.can_reduce(torch.empty(64, dtype=torch.int64))
     assert peers.can_fuse(torch.empty(3, 64)) and not peers.can_fuse(torch.empty(3, 63))
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [(1, Algorithm.LOW_LATENCY), (2, Algorithm.ONE_SHOT), (4, Algorithm.ONE_SHOT), (5, None)],
+)
+def test_norm_is_fused_with_sums_up_to_limits_of_its_own(rows: int, expected: Algorithm | None) -> None:
+    peers = PeerToPeerAllReduce.detached(4, torch.device("cpu"))
+    peers._limits = (replace(LIMITS[1], low_latency=2 << 10, fused_low_latency=512),)
+    x = torch.empty(rows, 256, dtype=torch.bfloat16)
+    assert peers._choose_fused(x) is expected
+    assert peers.can_fuse(x) is (expected is not None)
 
 
 class FakeExchange:
