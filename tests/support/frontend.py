@@ -1,10 +1,7 @@
 """Real frontend processes (API, tokenizers, detokenizer), with the test in place of the supervisor and rank 0."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -17,6 +14,7 @@ from typing import Final
 
 import httpx
 import numpy as np
+from forked_children import ForkedChild, fork_child
 from tiny_config import write_config
 from tiny_tokenizer import write_tokenizer
 from tokenizers import Tokenizer
@@ -247,7 +245,7 @@ class Frontend:
     rank: Rank
     api: Sender
     supervisor: "Receiver[object]"
-    processes: dict[str, "subprocess.Popen[bytes]"]
+    processes: dict[str, ForkedChild]
     url: str = ""
     echo: Echo | None = None
     http: httpx.Client = field(default_factory=lambda: httpx.Client(timeout=TIMEOUT_SECONDS, verify=False))
@@ -297,7 +295,7 @@ def running_frontend(
     front = Frontend(endpoints, Rank(endpoints, model), Sender(endpoints.api), supervisor, {})
     try:
         for role, index in _roles(config.tokenizer_worker_num):
-            front.processes[process_name(role, index)] = _spawn(role, index, run_dir)
+            front.processes[process_name(role, index)] = fork_child(role, str(index), str(run_dir))
         front.url = f"http://127.0.0.1:{_await_ready(front)}"
         if ready:
             front.api.send(ServiceReady(kv_tokens=1024))
@@ -330,11 +328,6 @@ def _roles(tokenizers: int) -> list[tuple[Role, int]]:
         (Role.DETOKENIZER, 0),
         *((Role.TOKENIZER, index) for index in range(tokenizers)),
     ]
-
-
-def _spawn(role: Role, index: int, run_dir: Path) -> "subprocess.Popen[bytes]":
-    arguments = [role, str(index), str(run_dir), str(os.getpid())]
-    return subprocess.Popen([sys.executable, "-m", "skiff_runtime.processes.child_process", *arguments])
 
 
 def _await_ready(front: Frontend) -> int:
