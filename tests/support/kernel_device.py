@@ -7,7 +7,7 @@ from typing import Any, Final
 import numpy as np
 import pytest
 import torch
-from pairwise import cover_pairs
+from pairwise import cover_pairs_and_mark
 
 pytest.importorskip("triton", reason="builds of torch for CPUs may come without Triton")
 
@@ -24,9 +24,12 @@ def error(value: torch.Tensor, expected: torch.Tensor) -> float:
     return float((wide - wanted).norm() / wanted.norm())
 
 
-def combine(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Return all combinations of a test's parameters on a GPU; for the interpreter, which is slow, a few with all pairs."""
-    return list(itertools.product(*axes)) if DEVICE.type == "cuda" else cover_pairs(*axes)
+def combine(*axes: Sequence[Any]) -> list[Any]:
+    """Return all combinations of a test's parameters on a GPU; for the interpreter, which is slow, a few with all pairs.
+
+    Of these, ``make test`` takes so many that every value occurs, and ``make matrix`` the others.
+    """
+    return list(itertools.product(*axes)) if DEVICE.type == "cuda" else cover_pairs_and_mark(*axes)
 
 
 def noise(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:

@@ -42,6 +42,21 @@ def cover_values(*axes: Sequence[Any], rounds: int = 2) -> list[tuple[Any, ...]]
     ]
 
 
+def cover_pairs_and_mark(*axes: Sequence[Any]) -> list[Any]:
+    """Return ``cover_pairs`` as parameters of a test; a few contain every value, and the others are marked ``matrix``."""
+    pairs = cover_pairs(*axes)
+    missing = {(place, value) for place, axis in enumerate(axes) for value in axis}
+    few = set()
+    while missing:
+        best = max(pairs, key=lambda combination: len(set(enumerate(combination)) & missing))
+        missing -= set(enumerate(best))
+        few.add(best)
+    return [
+        pytest.param(*combination, marks=[] if combination in few else pytest.mark.matrix)
+        for combination in pairs
+    ]
+
+
 def mark_beyond_pairs(*axes: Sequence[Any]) -> list[Any]:
     """Return all combinations as parameters of a test; those that ``cover_pairs`` leaves out are marked ``matrix``."""
     return _mark_beyond(cover_pairs(*axes), axes)
