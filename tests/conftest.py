@@ -19,23 +19,39 @@ settings.load_profile("repeatable")
 
 
 OPERATOR_TESTS: Final = "tests/operator/"
+WITHOUT_SHARED_PLANE: Final = {
+    f"{OPERATOR_TESTS}test_{name}.py"
+    for name in ("alerts", "autoscaling", "chart", "chart_metadata", "chart_router", "releases")
+}
+"""Long files of the operator that need no control plane, or start their own."""
+
+
+def shares_control_plane(file: str) -> bool:
+    """Return whether a file's tests use the control plane of the session."""
+    return file.startswith(OPERATOR_TESTS) and file not in WITHOUT_SHARED_PLANE
 
 
 class OperatorOnOneWorker(LoadFileScheduling):  # type: ignore[misc]
-    """Run one file at a time on each worker, and all files of the operator on the same worker.
+    """Run one file at a time on each worker, and all files that share a control plane on the same worker.
 
-    They mostly wait for a control plane, which each worker would start for itself.
+    They mostly wait for the control plane, which each worker would start for itself.
     """
 
     def _split_scope(self, nodeid: str) -> str:
         file: str = super()._split_scope(nodeid)
-        return OPERATOR_TESTS if file.startswith(OPERATOR_TESTS) else file
+        return OPERATOR_TESTS if shares_control_plane(file) else file
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OperatorOnOneWorker | None:
     """Replace the schedule of ``--dist loadfile``."""
     return OperatorOnOneWorker(config, log) if config.getoption("dist") == "loadfile" else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Begin with the files that share a control plane, so that the worker that runs them is not the last to end."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: not shares_control_plane(item.nodeid.partition("::")[0]))
 
 
 @pytest.fixture
