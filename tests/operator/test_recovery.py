@@ -72,7 +72,7 @@ def test_a_restart_writes_nothing(api: ApiServer, start: Start) -> None:
 
 
 def test_killed_in_the_middle_it_resumes(api: ApiServer, start: Start) -> None:
-    names = [f"s{number:03d}" for number in range(150)]
+    names = [f"s{number:03d}" for number in range(50)]
     operator = start("a", "--workers", "1")
     operator.start()
     for name in names:
