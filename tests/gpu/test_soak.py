@@ -13,7 +13,7 @@ from rank_processes import on_ranks, single_rank
 from skiff_runtime import demo, shapes
 
 COUNT: Final = int(os.environ.get("SKIFF_TEST_GPU_REQUESTS", "20000"))
-CPU_COUNT: Final = 600
+CPU_COUNT: Final = 300
 RESIDENT_MIB: Final = 8.0 if ON_GPU else 64.0
 """Bound of a process's growth: a leak of a kilobyte per request would be 18 on a GPU. On a CPU the run is too short."""
 ALLOCATED_MIB: Final = 4.0

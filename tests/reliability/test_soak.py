@@ -13,8 +13,8 @@ from soak import Soak
 from soak_requests import MODEL
 from watch import Usage, check_nothing_held, family_of, pages
 
-SHORT: Final = 600
-SHORT_POOL: Final = 60
+SHORT: Final = 300
+SHORT_POOL: Final = 40
 POOL: Final = 200
 FULL: Final = int(os.environ.get("SKIFF_TEST_SOAK_REQUESTS", "100000"))
 SEED: Final = 404

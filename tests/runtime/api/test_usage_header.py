@@ -12,7 +12,7 @@ from frontend import NAME, TIMEOUT_SECONDS, Frontend, echoing_frontend, write_mo
 
 from skiff_runtime.api.http.usage_header import TokenCounts, parse_usage_header
 
-TEXT = "boats and more boats " * 8
+TEXT = "boats and more boats " * 2
 
 
 @pytest.fixture(scope="module")

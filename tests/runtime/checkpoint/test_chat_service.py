@@ -101,8 +101,8 @@ def test_greedy_text_is_that_of_transformers(client: openai.OpenAI) -> None:
 
 def test_stream_has_the_text_of_the_whole_answer(client: openai.OpenAI) -> None:
     question = "List three fruits and say why each is healthy."
-    whole = ask(client, question, max_tokens=32)
-    chunks = ask(client, question, max_tokens=32, stream=True)
+    whole = ask(client, question, max_tokens=16)
+    chunks = ask(client, question, max_tokens=16, stream=True)
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert text == whole.message.content
     assert len(chunks) > 10
@@ -147,7 +147,7 @@ def test_structured_output_fits_its_schema(client: openai.OpenAI, temperature: f
 
 def test_unconstrained_answer_is_not_json_by_itself(client: openai.OpenAI) -> None:
     """The grammar, not the prompt, makes the answers above valid."""
-    text = ask(client, "Describe Tokyo in one sentence.").message.content
+    text = ask(client, "Describe Tokyo in one sentence.", max_tokens=16).message.content
     with pytest.raises(ValueError, match="Expecting value"):
         json.loads(text)
 
