@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
-from apiserver import MERGE, ApiServer
+from apiserver import MERGE, ApiServer, Refused
 from controlplane import ControlPlane
 from helm import NAMESPACE, ROOT, Helm, HelmError
 from hook_runner import HookRunner
@@ -50,13 +50,30 @@ def helm(plane: ControlPlane, runner: HookRunner) -> Helm:
 
 @pytest.fixture
 def server(plane: ControlPlane, helm: Helm) -> Iterator[ApiServer]:
-    """The API server; afterwards without releases and without the CRD."""
+    """The API server; afterwards without releases and without the CRD.
+
+    Its storage must be ready when it is deleted: the API server, which first looks for objects to delete, would otherwise
+    fail and retry later and later.
+    """
     server = ApiServer(plane.kubeconfig)
     yield server
     for release in json.loads(helm.run("list", "--all-namespaces", "--output", "json")):
         helm.uninstall(release["name"], release["namespace"])
     for body in server.request("GET", CRDS)["items"]:
+        eventually(lambda body=body: can_list(server, body), "its objects can be listed")  # type: ignore[misc]
         server.request("DELETE", f"{CRDS}/{body['metadata']['name']}")
+
+
+def can_list(server: ApiServer, definition: Any) -> bool:
+    """Return whether the API server lists the objects of a CRD."""
+    spec = definition["spec"]
+    try:
+        server.request(
+            "GET", f"/apis/{spec['group']}/{spec['versions'][0]['name']}/{spec['names']['plural']}"
+        )
+    except Refused:
+        return False
+    return True
 
 
 def make_namespaces(server: ApiServer, *names: str) -> None:
