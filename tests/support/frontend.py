@@ -14,7 +14,7 @@ from typing import Final
 
 import httpx
 import numpy as np
-from forked_children import ForkedChild, fork_child
+from forked_processes import ForkedProcess, Program, fork_process
 from tiny_config import write_config
 from tiny_tokenizer import write_tokenizer
 from tokenizers import Tokenizer
@@ -245,7 +245,7 @@ class Frontend:
     rank: Rank
     api: Sender
     supervisor: "Receiver[object]"
-    processes: dict[str, ForkedChild]
+    processes: dict[str, ForkedProcess]
     url: str = ""
     echo: Echo | None = None
     http: httpx.Client = field(default_factory=lambda: httpx.Client(timeout=TIMEOUT_SECONDS, verify=False))
@@ -295,7 +295,9 @@ def running_frontend(
     front = Frontend(endpoints, Rank(endpoints, model), Sender(endpoints.api), supervisor, {})
     try:
         for role, index in _roles(config.tokenizer_worker_num):
-            front.processes[process_name(role, index)] = fork_child(role, str(index), str(run_dir))
+            front.processes[process_name(role, index)] = fork_process(
+                Program.CHILD, role, str(index), str(run_dir)
+            )
         front.url = f"http://127.0.0.1:{_await_ready(front)}"
         if ready:
             front.api.send(ServiceReady(kv_tokens=1024))

@@ -15,10 +15,13 @@ import httpx
 import psutil
 import yaml
 from apiserver import ApiServer
+from forked_processes import ForkedProcess, Program, fork_process
 from free_port import free_port
 from prometheus_client.parser import text_string_to_metric_families
 
-PACKAGES = [str(Path(__file__).parents[2] / name) for name in ("operator", "runtime")]
+OWN_PACKAGES = [str(Path(__file__).parents[2] / name) for name in ("operator", "runtime")]
+PACKAGES = OWN_PACKAGES
+"""The packages of operators that start; with others than these, they are other programs than the imported ones."""
 T = TypeVar("T")
 LEASE_NAMESPACE = "skiff-system"
 """The operator's default."""
@@ -48,15 +51,23 @@ def token_kubeconfig(api: ApiServer, account: str, kubeconfig: Path) -> str:
 
 
 class OperatorProcess:
-    """One `skiff-operator`; `environment` is added to this process's own."""
+    """One `skiff-operator`; `environment` is added to this process's own.
+
+    It is forked from a process that has imported the operator, unless `forked` is False: a benchmark measures the command.
+    """
 
     def __init__(
-        self, kubeconfig: Path, log: Path, *flags: str, environment: Mapping[str, str] | None = None
+        self,
+        kubeconfig: Path,
+        log: Path,
+        *flags: str,
+        environment: Mapping[str, str] | None = None,
+        forked: bool = True,
     ) -> None:
-        self.kubeconfig, self.log = kubeconfig, log
+        self.kubeconfig, self.log, self.forked = kubeconfig, log, forked
         self.flags, self.environment = flags, dict(environment or {})
         self.metrics_port = self.health_port = 0
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: ForkedProcess | subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> "OperatorProcess":
         self.start()
@@ -76,11 +87,15 @@ class OperatorProcess:
             "PYTHONPATH": os.pathsep.join(PACKAGES),
         }
         with self.log.open("ab") as out:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "skiff_operator", *self.flags, *ports],
-                env=environment,
-                stdout=out,
-                stderr=subprocess.STDOUT,
+            self._process = (
+                fork_process(Program.OPERATOR, *self.flags, *ports, environment=environment, output=out)
+                if self.forked and PACKAGES == OWN_PACKAGES
+                else subprocess.Popen(
+                    [sys.executable, "-m", "skiff_operator", *self.flags, *ports],
+                    env=environment,
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                )
             )
         if wait:
             eventually(self.leads, "the operator leads")

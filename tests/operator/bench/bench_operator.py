@@ -173,7 +173,7 @@ def measure(size: int, scratch: Path) -> Result:
             server.install(definition)
         server.create_namespace()
         kubeconfig = install(server, plane.kubeconfig).kubeconfig(scratch / f"operator-{size}.kubeconfig")
-        with OperatorProcess(kubeconfig, scratch / f"operator-{size}.log") as operator:
+        with OperatorProcess(kubeconfig, scratch / f"operator-{size}.log", forked=False) as operator:
             time.sleep(3.0)
             burst(plane.kubeconfig, operator, result)
             restart(operator, result)

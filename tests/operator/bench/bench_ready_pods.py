@@ -57,7 +57,10 @@ def measure(size: int, scratch: Path) -> Result:
             scratch / f"operator-{size}.kubeconfig"
         )
         log = scratch / f"operator-{size}.log"
-        with FakeNodes(plane, size // PODS_PER_NODE + 1), OperatorProcess(kubeconfig, log) as operator:
+        with (
+            FakeNodes(plane, size // PODS_PER_NODE + 1),
+            OperatorProcess(kubeconfig, log, forked=False) as operator,
+        ):
             time.sleep(3.0)
             burst(plane.kubeconfig, operator, result)
             restart(operator, result)
