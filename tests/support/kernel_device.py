@@ -84,6 +84,5 @@ if DEVICE.type == "cpu":
 
     _mend_interpreter()
     speed_up_interpreter()
-    torch.set_num_threads(
-        1
-    )  # the tests' tensors are small: other threads would only wait for work, which takes CPU time
+    # The tests' tensors are small: other threads would only wait for work, which takes CPU time.
+    torch.set_num_threads(1)

@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 OWN_PACKAGES = [str(Path(__file__).parents[2] / name) for name in ("operator", "runtime")]
 PACKAGES = OWN_PACKAGES
-"""The packages of operators that start; with others than these, they are other programs than the imported ones."""
+"""Where operators are imported from. Tests of upgrades put another release here, which is not forked."""
 T = TypeVar("T")
 LEASE_NAMESPACE = "skiff-system"
 """The operator's default."""
