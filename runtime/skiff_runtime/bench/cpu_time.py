@@ -61,8 +61,11 @@ def cpu_seconds(processes: list[ServiceProcess]) -> Mapping[str, float]:
 
 
 def identify_child(child: psutil.Process) -> ServiceProcess | None:
-    """Return a child of a supervisor by its command line, or None if it is no process of a service."""
-    words = child.cmdline()
+    """Return a child of a supervisor by its command line, or None if it is no process of a service, or has ended."""
+    try:
+        words = child.cmdline()
+    except psutil.NoSuchProcess:
+        return None
     if _MODULE not in words:
         return None
     role, index = words[words.index(_MODULE) + 1 :][:2]
