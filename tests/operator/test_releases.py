@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ def server(plane: ControlPlane, helm: Helm) -> Iterator[ApiServer]:
     for release in json.loads(helm.run("list", "--all-namespaces", "--output", "json")):
         helm.uninstall(release["name"], release["namespace"])
     for body in server.request("GET", CRDS)["items"]:
-        eventually(lambda body=body: can_list(server, body), "its objects can be listed")  # type: ignore[misc]
+        eventually(partial(can_list, server, body), "its objects can be listed")
         server.request("DELETE", f"{CRDS}/{body['metadata']['name']}")
 
 

@@ -19,9 +19,10 @@ from typing import IO, Final
 
 
 class Program(StrEnum):
-    """What a process runs: a child process of ``skiff serve``, or the operator."""
+    """The program of a forked process."""
 
     CHILD = "child"
+    """A child process of ``skiff serve``."""
     OPERATOR = "operator"
 
 

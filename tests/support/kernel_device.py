@@ -27,7 +27,7 @@ def error(value: torch.Tensor, expected: torch.Tensor) -> float:
 def combine(*axes: Sequence[Any]) -> list[Any]:
     """Return all combinations of a test's parameters on a GPU; for the interpreter, which is slow, a few with all pairs.
 
-    Of these, ``make test`` takes so many that every value occurs, and ``make matrix`` the others.
+    ``make test`` runs enough of these few to cover every value, and ``make matrix`` runs the rest.
     """
     return list(itertools.product(*axes)) if DEVICE.type == "cuda" else cover_pairs_and_mark(*axes)
 

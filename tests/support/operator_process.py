@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 OWN_PACKAGES = [str(Path(__file__).parents[2] / name) for name in ("operator", "runtime")]
 PACKAGES = OWN_PACKAGES
-"""Where operators are imported from. Tests of upgrades put another release here, which is not forked."""
+"""The directories from which operators are imported. Tests of upgrades replace them with those of another release."""
 T = TypeVar("T")
 LEASE_NAMESPACE = "skiff-system"
 """The operator's default."""
@@ -53,7 +53,8 @@ def token_kubeconfig(api: ApiServer, account: str, kubeconfig: Path) -> str:
 class OperatorProcess:
     """One `skiff-operator`; `environment` is added to this process's own.
 
-    It is forked from a process that has imported the operator, unless `forked` is False: a benchmark measures the command.
+    It is forked from a process that has imported the operator, unless it is of another release, or `forked` is False: a
+    benchmark measures the command.
     """
 
     def __init__(

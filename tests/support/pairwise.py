@@ -1,7 +1,7 @@
 """A few combinations of a test's parameters, where all combinations would take too long."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -10,20 +10,13 @@ import pytest
 def cover_pairs(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
     """Return a few combinations of one value of each axis that contain every pair of values of any two axes.
 
-    They are found greedily, the first of equally good ones first. Values must be hashable.
+    Values must be hashable.
     """
 
-    def pairs(combination: tuple[Any, ...]) -> set[tuple[tuple[int, Any], ...]]:
+    def pairs(combination: tuple[Any, ...]) -> set[Any]:
         return set(itertools.combinations(enumerate(combination), 2))
 
-    candidates = list(itertools.product(*axes))
-    missing = set().union(*map(pairs, candidates))
-    chosen: list[tuple[Any, ...]] = []
-    while missing:
-        best = max(candidates, key=lambda combination: len(pairs(combination) & missing))
-        missing -= pairs(best)
-        chosen.append(best)
-    return chosen
+    return _cover(list(itertools.product(*axes)), pairs)
 
 
 def cover_values(*axes: Sequence[Any], rounds: int = 2) -> list[tuple[Any, ...]]:
@@ -45,31 +38,36 @@ def cover_values(*axes: Sequence[Any], rounds: int = 2) -> list[tuple[Any, ...]]
 def cover_pairs_and_mark(*axes: Sequence[Any]) -> list[Any]:
     """Return ``cover_pairs`` as parameters of a test; a few contain every value, and the others are marked ``matrix``."""
     pairs = cover_pairs(*axes)
-    missing = {(place, value) for place, axis in enumerate(axes) for value in axis}
-    few = set()
-    while missing:
-        best = max(pairs, key=lambda combination: len(set(enumerate(combination)) & missing))
-        missing -= set(enumerate(best))
-        few.add(best)
-    return [
-        pytest.param(*combination, marks=[] if combination in few else pytest.mark.matrix)
-        for combination in pairs
-    ]
+    return _mark_beyond(_cover(pairs, lambda combination: set(enumerate(combination))), pairs)
 
 
 def mark_beyond_pairs(*axes: Sequence[Any]) -> list[Any]:
     """Return all combinations as parameters of a test; those that ``cover_pairs`` leaves out are marked ``matrix``."""
-    return _mark_beyond(cover_pairs(*axes), axes)
+    return _mark_beyond(cover_pairs(*axes), itertools.product(*axes))
 
 
 def mark_beyond_values(*axes: Sequence[Any], rounds: int = 2) -> list[Any]:
     """The same for those that ``cover_values`` leaves out."""
-    return _mark_beyond(cover_values(*axes, rounds=rounds), axes)
+    return _mark_beyond(cover_values(*axes, rounds=rounds), itertools.product(*axes))
 
 
-def _mark_beyond(chosen: Sequence[tuple[Any, ...]], axes: Sequence[Sequence[Any]]) -> list[Any]:
+def _cover(
+    candidates: Sequence[tuple[Any, ...]], find_parts: Callable[[tuple[Any, ...]], set[Any]]
+) -> list[tuple[Any, ...]]:
+    """Return a few candidates that together have all parts of all candidates, found greedily, the first of equals first."""
+    missing = set().union(*map(find_parts, candidates))
+    chosen: list[tuple[Any, ...]] = []
+    while missing:
+        best = max(candidates, key=lambda candidate: len(find_parts(candidate) & missing))
+        missing -= find_parts(best)
+        chosen.append(best)
+    return chosen
+
+
+def _mark_beyond(chosen: Sequence[tuple[Any, ...]], combinations: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """Return combinations as parameters of a test; those that are not chosen are marked ``matrix``."""
     ordinary = set(chosen)
     return [
         pytest.param(*combination, marks=[] if combination in ordinary else pytest.mark.matrix)
-        for combination in itertools.product(*axes)
+        for combination in combinations
     ]

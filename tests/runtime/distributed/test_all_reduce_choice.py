@@ -25,23 +25,17 @@ from skiff_runtime.errors import CollectiveTimeout, ConfigError
 from skiff_runtime.kernels.tuning import HOPPER, AllReduceLimits
 from skiff_runtime.processes.resolve import resolve
 
+OF_TWO_RANKS = AllReduceLimits(
+    ranks=2,
+    low_latency=1 << 10,
+    fused_low_latency=1 << 10,
+    one_shot=1 << 20,
+    fused_one_shot=512 << 10,
+    two_shot=1 << 20,
+)
 LIMITS = (
-    AllReduceLimits(
-        ranks=2,
-        low_latency=1 << 10,
-        fused_low_latency=1 << 10,
-        one_shot=1 << 20,
-        fused_one_shot=512 << 10,
-        two_shot=1 << 20,
-    ),
-    AllReduceLimits(
-        ranks=4,
-        low_latency=1 << 10,
-        fused_low_latency=1 << 10,
-        one_shot=2 << 10,
-        fused_one_shot=2 << 10,
-        two_shot=4 << 10,
-    ),
+    OF_TWO_RANKS,
+    replace(OF_TWO_RANKS, ranks=4, one_shot=2 << 10, fused_one_shot=2 << 10, two_shot=4 << 10),
 )
 
 
