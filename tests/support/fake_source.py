@@ -3,7 +3,7 @@
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -22,6 +22,8 @@ class Fault:
     corrupt: bool = False
     body: bytes | None = None
     ignore_range: bool = False
+    before: Callable[[], object] | None = None
+    """Called before the content is read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +69,12 @@ class FakeSource:
             server.server_close()
 
     def next_fault(self, name: str) -> Fault:
-        """Return the next fault for a delivery; a fault without effect if there is none left."""
+        """Return the next fault for a delivery, once its ``before`` was called; one without effect if none is left."""
         with self.lock:
-            return self.faults[name].pop(0) if self.faults[name] else Fault()
+            fault = self.faults[name].pop(0) if self.faults[name] else Fault()
+        if fault.before:
+            fault.before()
+        return fault
 
 
 S = TypeVar("S", bound=FakeSource)

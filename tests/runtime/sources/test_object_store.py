@@ -147,21 +147,16 @@ def test_file_that_stays_damaged_is_never_served(store: FakeS3, tmp_path: Path) 
 
 
 def test_object_that_changes_during_the_download_is_not_mixed(
-    store: FakeS3, model: Path, tmp_path: Path
+    store: FakeS3, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(parallel_download, "STREAMS", 1)
     store.multipart.add(FIRST)  # no checksum: the entity tag alone protects it
-    store.bytes_per_second = 400_000
-
-    def change() -> None:
-        while not store.deliveries(FIRST):
-            time.sleep(0.01)
-        (model / FIRST).write_bytes(b"another" * 90_000)
-
-    thread = threading.Thread(target=change)
-    thread.start()
+    change = Fault(before=lambda: (model / FIRST).write_bytes(b"another" * 90_000))
+    store.faults[FIRST] = [Fault(), change]
     with pytest.raises(FetchError, match="changed during the download"):
         fetch_model(URI, None, tmp_path / "cache")
-    thread.join()
+    assert len(store.deliveries(FIRST)) == 2
+    assert find_fetched(URI, tmp_path / "cache") is None
 
 
 @pytest.mark.parametrize(
