@@ -15,7 +15,7 @@ STAMP := $(VENV)/.installed
 CLUSTER := $(PYTHON) tests/cluster/cluster.py
 PYTEST := $(BIN)/pytest
 PYTEST_ARGS ?=
-TEST_WORKERS ?= 3
+TEST_WORKERS ?= 4
 # pytest-xdist would start files with many tests first, and so those with one long test last: files keep their order.
 TEST_FLAGS := -m "not e2e and not gpu and not browser and not matrix and not soak and not checkpoint and not clients" -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 GPU_PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
