@@ -1,6 +1,7 @@
 """The chart's PodMonitors and PrometheusRule on a real API server that has the Prometheus operator's own definitions."""
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +27,7 @@ def definitions(server: ApiServer) -> None:
     folder = Path(tool("prometheus-operator-crds-path"))
     for plural in PLURALS.values():
         server.install(folder / f"monitoring.coreos.com_{plural}.yaml")
-        eventually(lambda plural=plural: served(server, plural), f"{plural} are served")  # type: ignore[misc]
-
-
-def served(server: ApiServer, plural: str) -> bool:
-    """Return whether the API server knows a kind by now."""
-    try:
-        server.request("GET", f"{GROUP}/{plural}")
-    except Refused:
-        return False
-    return True
+        eventually(partial(server.is_served, f"{GROUP}/{plural}"), f"{plural} are served")
 
 
 def rendered(*values: str) -> list[dict[str, Any]]:

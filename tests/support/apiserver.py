@@ -103,6 +103,14 @@ class ApiServer:
                 raise
             return None
 
+    def is_served(self, path: str) -> bool:
+        """Whether objects can be listed at a path, which begins shortly after their definition is established."""
+        try:
+            self.request("GET", path)
+        except Refused:
+            return False
+        return True
+
     def watched(self, plural: str, since: str) -> list[Any]:
         """Every watch event of the collection after a resource version, in order, up to a second from now."""
         query = f"watch=true&resourceVersion={since}&timeoutSeconds=1"

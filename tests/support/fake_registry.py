@@ -111,13 +111,13 @@ class _Handler(SourceHandler):
             self._answer(200, fault.body or content, {"Content-Type": MANIFEST_TYPE})
 
     def _deliver(self, digest: str) -> None:
-        content = self.source.blobs[digest]
         wanted = self.headers.get("Range")
         is_probe = wanted == "bytes=1-1"
         fault = Fault() if is_probe else self.source.next_fault(self.source.names[digest])
         if fault.status:
             self._answer(fault.status, b"")
             return
+        content = self.source.blobs[digest]
         start, stop, status, headers = 0, len(content), 200, {}
         if wanted and self.source.ranges:
             first, _, last = wanted.removeprefix("bytes=").partition("-")
