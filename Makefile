@@ -17,7 +17,8 @@ PYTEST := $(BIN)/pytest
 PYTEST_ARGS ?=
 TEST_WORKERS ?= 4
 # pytest-xdist would start files with many tests first, and so those with one long test last: files keep their order.
-TEST_FLAGS := -m "not e2e and not gpu and not browser and not matrix and not soak and not checkpoint and not clients" -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
+ON_CPU := not e2e and not gpu and not browser and not matrix and not soak and not checkpoint and not clients
+IN_PARALLEL := -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 GPU_PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 GPU_SUITES := tests/gpu tests/runtime/kernels \
 	$(addprefix tests/runtime/models/test_,fp8_checkpoints.py weight_loader.py gguf_checkpoint.py) tests/runtime/checkpoint \
@@ -33,7 +34,7 @@ TRAFFIC_REPORTS ?= dist/traffic
 GPU_SHAPES ?= qwen3-0.6b llama-3.1-8b qwen3-14b
 GPU_BENCH := --load-format dummy --max-model-len 4096 --max-num-batched-tokens 16384 --max-running-requests 256
 
-.PHONY: help setup check format chart-readme test test-latest browser test-browser screenshots matrix checkpoint test-clients soak gpu-test tp-test gpu-bench e2e e2e-keda test-endpoint-picker traffic traffic-router cluster cluster-down kubeconfig images demo demo-down bench bench-operator bench-operator-pods clean
+.PHONY: help setup check format chart-readme test test-integration test-latest browser test-browser screenshots matrix checkpoint test-clients soak gpu-test tp-test gpu-bench e2e e2e-keda test-endpoint-picker traffic traffic-router cluster cluster-down kubeconfig images demo demo-down bench bench-operator bench-operator-pods clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -62,16 +63,19 @@ format: setup ## Let ruff format and mend what it can
 chart-readme: ## Write charts/skiff/README.md from the comments of values.yaml
 	"$$($(CLUSTER) helm-docs-path)" --chart-search-root charts --sort-values-order file
 
-test: setup ## Unit and integration tests on CPU: real processes, sockets, API server
-	$(CLUSTER) tools
-	$(PYTEST) $(TEST_FLAGS) $(PYTEST_ARGS)
+test: setup ## Unit tests on CPU: kernels in the interpreter, tiny models against transformers, planning, parsing
+	$(PYTEST) -m "$(ON_CPU) and not integration" $(IN_PARALLEL) $(PYTEST_ARGS)
 
-test-latest: ## The same tests on the newest versions that pyproject.toml allows, without constraints.txt
+test-integration: setup ## Integration tests on CPU: whole services, ranks, operators on a real kube-apiserver, helm
+	$(CLUSTER) tools
+	$(PYTEST) -m "$(ON_CPU) and integration" $(IN_PARALLEL) $(PYTEST_ARGS)
+
+test-latest: ## Both on the newest versions that pyproject.toml allows, without constraints.txt
 	@echo "test-latest: installing Python packages into $(LATEST) (torch alone is 2.5 GB to download)"
 	@test -x $(LATEST)/bin/python || $(PYTHON) -m venv $(LATEST)
 	@$(LATEST)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager --editable '.[$(EXTRAS)]'
 	$(CLUSTER) tools
-	$(LATEST)/bin/pytest $(TEST_FLAGS) $(PYTEST_ARGS)
+	$(LATEST)/bin/pytest -m "$(ON_CPU)" $(IN_PARALLEL) $(PYTEST_ARGS)
 
 browser: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[browser]'

@@ -48,8 +48,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OperatorOnOn
     return OperatorOnOneWorker(config, log) if config.getoption("dist") == "loadfile" else None
 
 
+INTEGRATION_FIXTURES: Final = {"plane", "helm", "promtool"}
+"""Fixtures that need programs of Kubernetes, a control plane among them."""
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Begin with the files that share a control plane, so that the worker that runs them is not the last to end."""
+    """Mark the tests that need programs of Kubernetes, and begin with the files that share a control plane.
+
+    So the worker that runs these is not the last to end.
+    """
+    for item in items:
+        if INTEGRATION_FIXTURES.intersection(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.integration)
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: not shares_control_plane(item.nodeid.partition("::")[0]))
 

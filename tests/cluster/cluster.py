@@ -46,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
     image = commands.add_parser("image", help="print the name by which the cluster knows an image")
     image.add_argument("name", choices=sorted(delivery.NAMES))
     commands.add_parser(
-        "tools", help="fetch or build what `make test` needs: control plane, helm, prometheus"
+        "tools", help="fetch or build what `make test-integration` needs: control plane, helm, prometheus"
     )
     for name in (*PATHS, *SOURCES):
         commands.add_parser(f"{name}-path", help=f"print the path of {name}, fetched or built if need be")

@@ -13,6 +13,8 @@ from controlplane import PROGRAMS, ControlPlane, Endpoint
 from daemons import Daemon, start_time
 from paths import HERE, layout
 
+pytestmark = pytest.mark.integration
+
 
 def kubectl(kubeconfig: Path, *words: str) -> str:
     """Run kubectl and return its output."""

@@ -6,6 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.integration
+
 ROOT = Path(__file__).parents[2]
 DIFFS = ("adding-a-model.diff", "adding-an-attention-backend.diff")
 CHECK = """

@@ -31,10 +31,10 @@ from watch import Family
 from skiff_runtime.contract import EXIT_CHILD_DIED
 from skiff_runtime.processes.resolve import count_gpus
 
-pytestmark = [needs_gpus(2), *([pytest.mark.gpu] if ON_GPU else [])]
+pytestmark = [pytest.mark.integration, needs_gpus(2), *([pytest.mark.gpu] if ON_GPU else [])]
 
 FULL: Final = () if ON_GPU else (pytest.mark.soak,)
-"""On a CPU these are for ``make soak``, beside one of each kind in ``make test``."""
+"""On a CPU these are for ``make soak``, beside one of each kind in ``make test-integration``."""
 CONTEXT: Final = 1 << 16 if ON_GPU else 1 << 12
 """Tokens of a stream that no test outlasts: a GPU computes some thousands of steps in a second."""
 RANKS: Final = 4 if ON_GPU and count_gpus() >= 4 else 2

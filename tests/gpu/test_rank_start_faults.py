@@ -17,7 +17,7 @@ from watch import Family
 from skiff_runtime.contract import EXIT_STARTUP_FAILED, EXIT_USAGE
 from skiff_runtime.processes.resolve import count_gpus
 
-pytestmark = [*([pytest.mark.gpu] if ON_GPU else [])]
+pytestmark = [pytest.mark.integration, *([pytest.mark.gpu] if ON_GPU else [])]
 
 TWO_RANKS: Final = ("--tp", "2", "--max-total-tokens", "2048")
 

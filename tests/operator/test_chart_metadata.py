@@ -11,6 +11,8 @@ from kube import tool
 
 import skiff_runtime
 
+pytestmark = pytest.mark.integration
+
 METADATA = yaml.safe_load((CHART / "Chart.yaml").read_text())
 
 

@@ -84,6 +84,7 @@ def test_a_mistake_is_refused(api: ApiServer, kind: str, path: tuple[Any, ...], 
         create(api, body)
 
 
+@pytest.mark.integration
 def test_the_monitors_select_the_pods_and_name_their_ports() -> None:
     """A monitor that selects nothing is accepted, too."""
     bodies = rendered("router.enabled=true")

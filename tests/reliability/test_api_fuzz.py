@@ -16,6 +16,8 @@ from raw_http import address_of
 from service import Service, running_service
 from watch import check_nothing_held
 
+pytestmark = pytest.mark.integration
+
 NAME: Final = "demo"
 SHORT: Final = 600
 SHORT_CONCURRENCY: Final = 8

@@ -9,6 +9,8 @@ import pytest
 from differential import Comparison, compare
 from tiny_models import make_model
 
+pytestmark = pytest.mark.integration
+
 SHORT: Final = 45
 FULL: Final = int(os.environ.get("SKIFF_TEST_DIFFERENTIAL_REQUESTS", "2000"))
 MAX_TIES: Final = 0.002

@@ -22,6 +22,8 @@ from stages import CONTEXT, SERVICE_FLAGS
 from tiny_models import make_model
 from watch import Family, run_dirs
 
+pytestmark = pytest.mark.integration
+
 ALL: Final = [(process, fault) for process in PROCESSES for fault in Fault]
 SURVIVED: Final = [each for each in ALL if not is_fatal(*each)]
 FATAL: Final = [each for each in ALL if is_fatal(*each)]

@@ -24,6 +24,8 @@ from skiff_runtime.bench.path.frontend_processes import FrontendProcesses
 from skiff_runtime.config import Config
 from skiff_runtime.processes.resolve import resolve
 
+pytestmark = pytest.mark.integration
+
 RUNTIME: Final = "runtime"
 ROUTER: Final = "router"
 SHORT: Final = {RUNTIME: 1500, ROUTER: 600}

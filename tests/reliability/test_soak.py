@@ -13,6 +13,8 @@ from soak import Soak
 from soak_requests import MODEL
 from watch import Usage, check_nothing_held, family_of, pages
 
+pytestmark = pytest.mark.integration
+
 SHORT: Final = 300
 SHORT_POOL: Final = 40
 POOL: Final = 200

@@ -14,6 +14,8 @@ from skiff_router.upstream import Address
 from skiff_runtime.contract import METRIC_PREFIX_CACHE_HITS, METRIC_PREFIX_CACHE_QUERIES
 from skiff_runtime.prompt_blocks import PROMPT_BLOCK_BYTES
 
+pytestmark = pytest.mark.integration
+
 PODS = 3
 GROUPS = 5
 ROUNDS = 3

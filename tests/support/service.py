@@ -87,6 +87,8 @@ def running_service(
                 _kill(pid)
             process.wait()
             service.http.close()
+            if " process_failed " in service.log_text():
+                print(service.log_text())  # pytest shows it if a test has failed
 
 
 def wait_until(condition: Callable[[], bool], timeout_seconds: float = END_SECONDS) -> None:

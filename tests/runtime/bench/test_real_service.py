@@ -21,6 +21,8 @@ from skiff_runtime.bench.online.overhead import LoadCost, compute_costs
 from skiff_runtime.errors import StartupError
 from skiff_runtime.processes.local_server import LocalServer
 
+pytestmark = pytest.mark.integration
+
 SMALL = ["--max-total-tokens", "4096", "--cpu-threads", "1"]
 
 

@@ -1,6 +1,6 @@
 """A service of a published checkpoint: structured output, stop strings and streams of a model that knows words.
 
-``make test`` takes one test of each kind, ``make checkpoint`` all of them.
+``make test-integration`` takes one test of each kind, ``make checkpoint`` all of them.
 """
 
 import json
@@ -19,6 +19,8 @@ from tokenizers import Tokenizer
 
 from skiff_runtime.config.cache_dirs import tokenizer_cache_dirs
 from skiff_runtime.conversion.tokenizer_json import find_or_convert_tokenizer
+
+pytestmark = pytest.mark.integration
 
 ONLY_WHOLE: Final = pytest.mark.checkpoint
 QUESTION = "What is the capital of France? Answer with one word."

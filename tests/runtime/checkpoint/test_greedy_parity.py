@@ -1,6 +1,6 @@
 """Greedy answers of a published checkpoint (SmolLM2-135M-Instruct) equal those of transformers, near ties aside.
 
-``make test`` takes every fiftieth of the 200 prompts, ``make checkpoint`` all of them. transformers reads the same GGUF
+``make test-integration`` takes every fiftieth of the 200 prompts, ``make checkpoint`` all of them. transformers reads the same GGUF
 file. Each token is compared with transformers' choice after the tokens before it. Where the two differ, it must be a
 near tie: models whose weights are perturbed by rounding errors choose both tokens there.
 """
@@ -17,6 +17,8 @@ from smollm2 import PERTURBED_MODELS, perturb, read_prompts, render_chat, smollm
 from tiny_models import greedy_tokens, oracle_logits
 
 from skiff_runtime import LLM
+
+pytestmark = pytest.mark.integration
 
 TOKENS = 48
 BATCH = 10

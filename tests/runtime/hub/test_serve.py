@@ -15,6 +15,8 @@ from skiff_runtime.config import Config
 from skiff_runtime.processes.local_server import LocalServer
 from skiff_runtime.processes.resolve import resolve
 
+pytestmark = pytest.mark.integration
+
 TEXT = "The boat, Köln 🙂"
 
 

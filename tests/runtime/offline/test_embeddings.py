@@ -16,6 +16,8 @@ from embedding_models import (
 from skiff_runtime import LLM
 from skiff_runtime.errors import InvalidRequest
 
+pytestmark = pytest.mark.integration
+
 TEXTS = [
     "The small boat",
     "A pod starts, a service answers, and the operator watches both of them. " * 4,

@@ -21,6 +21,8 @@ from skiff_runtime.errors import (
 )
 from skiff_runtime.offline.sampling_params import SamplingParams
 
+pytestmark = pytest.mark.integration
+
 PROMPTS = [[1, 5, 9, 20 + index] for index in range(6)]
 
 

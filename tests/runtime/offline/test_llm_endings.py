@@ -22,6 +22,8 @@ from skiff_runtime.grammar.compiler.compile_queue import GrammarCompileQueue
 from skiff_runtime.messages.transport import Endpoints, Sender
 from skiff_runtime.offline.engine_client import EngineClient
 
+pytestmark = pytest.mark.integration
+
 SCRIPT = """
 import sys
 from skiff_runtime import LLM

@@ -11,6 +11,8 @@ from tiny_models import greedy_tokens, load_reference, make_model
 from skiff_runtime import LLM
 from skiff_runtime.errors import ConfigError, InvalidRequest, ModelNotFound
 
+pytestmark = pytest.mark.integration
+
 PROMPT = [5, 17, 30, 9, 44, 12, 3]
 COUNT = 8
 NAMES = ("first", "second", "third")

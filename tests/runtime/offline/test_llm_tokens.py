@@ -16,6 +16,8 @@ from skiff_runtime import LLM
 from skiff_runtime.errors import InvalidRequest, RequestError
 from skiff_runtime.offline.outputs import CompletionDelta
 
+pytestmark = pytest.mark.integration
+
 PROMPT = [1, 5, 9, 20]
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
 

@@ -14,6 +14,8 @@ from tiny_models import edit_json, make_model
 
 from skiff_runtime.kernels import kernel_cache
 
+pytestmark = pytest.mark.integration
+
 pytest.importorskip("triton", reason="builds of torch for CPUs may come without Triton")
 
 

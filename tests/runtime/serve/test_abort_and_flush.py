@@ -9,6 +9,8 @@ import pytest
 from openai import OpenAI
 from service import Service, running_service, wait_until
 
+pytestmark = pytest.mark.integration
+
 MODEL = "skiff-demo"
 LONG: dict[str, Any] = {
     "model": MODEL,

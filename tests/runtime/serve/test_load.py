@@ -14,6 +14,8 @@ from service import Service, running_service, wait_until
 from tiny_models import greedy_tokens, load_reference, make_model
 from tokenizers import Tokenizer
 
+pytestmark = pytest.mark.integration
+
 NAME: Final = "tiny"
 TOKENS: Final = 24
 LONG: Final = 3000

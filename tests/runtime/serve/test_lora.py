@@ -10,6 +10,8 @@ from gpus import needs_gpus
 from service import Service, running_service, wait_until
 from tiny_models import greedy_tokens, load_reference, make_model
 
+pytestmark = pytest.mark.integration
+
 PROMPT = [5, 17, 30, 9, 44, 12, 3]
 COUNT = 8
 NAMES = ("first", "second", "third", "fourth")

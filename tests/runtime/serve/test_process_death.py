@@ -15,6 +15,8 @@ from watch import is_alive
 from skiff_runtime.api.http.late_requests import QUIET_SECONDS
 from skiff_runtime.contract import EXIT_CHILD_DIED, EXIT_OK, EXIT_USAGE
 
+pytestmark = pytest.mark.integration
+
 NAME: Final = "tiny"
 CLIENTS: Final = 50
 HANG_SECONDS: Final = 60.0

@@ -13,6 +13,8 @@ from tiny_models import load_reference, make_model, oracle_logits
 from tiny_tokenizer import EOS_ID
 from tokenizers import Tokenizer
 
+pytestmark = pytest.mark.integration
+
 NAME: Final = "tiny"
 PROMPT: Final = "The small boat crosses the harbour"
 CONTEXT: Final = 128

@@ -14,6 +14,8 @@ from watch import is_alive
 
 from skiff_runtime.contract import EXIT_OK, EXIT_STARTUP_FAILED, EXIT_USAGE, PHASES
 
+pytestmark = pytest.mark.integration
+
 
 def break_tokenizer(model: Path) -> None:
     (model / "tokenizer.json").write_text('{"model": ')

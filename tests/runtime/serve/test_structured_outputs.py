@@ -13,6 +13,8 @@ from jsonschema import Draft202012Validator
 from service import running_service
 from tiny_models import make_model
 
+pytestmark = pytest.mark.integration
+
 TEMPERATURE = 1.5
 CONCURRENCY = 8
 
