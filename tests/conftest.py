@@ -18,6 +18,8 @@ settings.load_profile("repeatable")
 """The same examples each time, however slow the machine; ``--hypothesis-profile default`` looks for new ones."""
 
 
+INTEGRATION_FIXTURES: Final = {"plane", "helm", "promtool"}
+"""Fixtures that need programs of Kubernetes, a control plane among them."""
 OPERATOR_TESTS: Final = "tests/operator/"
 WITHOUT_SHARED_PLANE: Final = {
     f"{OPERATOR_TESTS}test_{name}.py"
@@ -48,14 +50,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OperatorOnOn
     return OperatorOnOneWorker(config, log) if config.getoption("dist") == "loadfile" else None
 
 
-INTEGRATION_FIXTURES: Final = {"plane", "helm", "promtool"}
-"""Fixtures that need programs of Kubernetes, a control plane among them."""
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the tests that need programs of Kubernetes, and begin with the files that share a control plane.
+    """Mark the tests whose fixtures need programs of Kubernetes as integration tests, and sort all tests.
 
-    So the worker that runs these is not the last to end.
+    The files that share a control plane come first, so that the worker that runs them is not the last to end.
     """
     for item in items:
         if INTEGRATION_FIXTURES.intersection(getattr(item, "fixturenames", ())):

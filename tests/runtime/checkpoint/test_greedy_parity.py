@@ -1,8 +1,8 @@
 """Greedy answers of a published checkpoint (SmolLM2-135M-Instruct) equal those of transformers, near ties aside.
 
-``make test-integration`` takes every fiftieth of the 200 prompts, ``make checkpoint`` all of them. transformers reads the same GGUF
-file. Each token is compared with transformers' choice after the tokens before it. Where the two differ, it must be a
-near tie: models whose weights are perturbed by rounding errors choose both tokens there.
+``make test-integration`` takes every fiftieth of the 200 prompts, ``make checkpoint`` all of them. transformers reads
+the same GGUF file. Each token is compared with transformers' choice after the tokens before it. Where the two differ, it
+must be a near tie: models whose weights are perturbed by rounding errors choose both tokens there.
 """
 
 from collections.abc import Iterator, Sequence
