@@ -15,12 +15,15 @@ import triton
 
 from skiff_runtime.distributed.all_reduce import PeerToPeerAllReduce
 from skiff_runtime.kernels.fp8 import add_rms_norm_quantize
+from skiff_runtime.kernels.qk_norm_rope import RopeInputs
 from skiff_runtime.kernels.rms_norm import add_rms_norm
 from skiff_runtime.kernels.torch_internals import FakeTensorMode
 from skiff_runtime.kernels.triton.all_reduce.push_norm import (
     push_all_reduce_add_rms_norm,
     push_all_reduce_add_rms_norm_quantize,
 )
+from skiff_runtime.kernels.triton.attention.decode_attention import DecodeRows
+from skiff_runtime.kernels.triton.attention.fused_decode_attention import FusedDecodeAttention
 from skiff_runtime.prebuild.offline_driver import use_offline_driver
 
 ARCHITECTURE: Final = 90
@@ -77,11 +80,27 @@ def multiply(ranks: int) -> None:
     peers.gemv_add_rms_norm(x, matrix, residual, weight, 1e-6, torch.empty_like(matrix))
 
 
+def attend(kv_heads: int) -> None:
+    """Launch decode attention of one row with QK norm and RoPE, in bfloat16."""
+
+    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=DEVICE)
+
+    qkv, pool = empty(1, kv_heads * 6 * 128), (empty(64, kv_heads, 128), empty(64, kv_heads, 128))
+    rope = RopeInputs(empty(64, 2, 128), empty(1, dtype=torch.int32), empty(1, dtype=torch.int64))
+    ints = empty(2, 4, dtype=torch.int32)
+    launch = FusedDecodeAttention(
+        qkv, pool, DecodeRows(ints[0], ints, ints[1], 16), rope, 1e-6, max_seq_len=4096
+    )
+    launch(qkv, empty(2, 128), pool)
+
+
 if __name__ == "__main__":
     cases: dict[str, Callable[[int], None]] = {
         "sum": sum_messages,
         "normalize": normalize,
         "multiply": multiply,
+        "attend": attend,
     }
     for line in sys.stdin:
         kind, number = json.loads(line)

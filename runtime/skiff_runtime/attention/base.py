@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
+from skiff_runtime.kernels.lora import LoraExpand
+from skiff_runtime.kernels.qk_norm_rope import RopeInputs, qk_norm_rope_store_kv
 from skiff_runtime.kernels.shared_prefixes import SharedPrefixes
 from skiff_runtime.kvcache.kv_pool import KVPool
 from skiff_runtime.step import Int32
@@ -67,3 +69,39 @@ class AttentionBackend(ABC):
 
         Returns [T, heads, d], which is ``out`` if that is given.
         """
+
+    def store_qkv(
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        rope: RopeInputs,
+        norm_weights: torch.Tensor | None,
+        norm_eps: float,
+        expand: LoraExpand | None = None,
+    ) -> torch.Tensor:
+        """Normalize and rotate the heads of qkv [T, (heads + 2 * kv heads) * d] and store K and V; return q [T, heads, d].
+
+        ``norm_weights``, ``norm_eps`` and ``expand`` are as ``qk_norm_rope_store_kv`` takes them.
+        """
+        return qk_norm_rope_store_kv(
+            qkv,
+            rope.cos_sin,
+            rope.positions,
+            norm_weights,
+            norm_eps,
+            self.pool.layer_kv(layer),
+            rope.slot_mapping,
+            expand,
+        )
+
+    def forward_qkv(
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        rope: RopeInputs,
+        norm_weights: torch.Tensor | None,
+        norm_eps: float,
+        expand: LoraExpand | None = None,
+    ) -> torch.Tensor:
+        """Do ``store_qkv`` and attend with its result: [T, heads, d]."""
+        return self.forward(layer, self.store_qkv(layer, qkv, rope, norm_weights, norm_eps, expand))

@@ -5,10 +5,16 @@ from abc import ABC, abstractmethod
 import torch
 
 from skiff_runtime.attention.base import AttentionBackend, AttentionBatch
+from skiff_runtime.kernels.lora import LoraExpand
+from skiff_runtime.kernels.qk_norm_rope import RopeInputs
 from skiff_runtime.kernels.triton.attention.decode_attention import (
     DecodeAttention,
     DecodeRows,
     max_group_rows,
+)
+from skiff_runtime.kernels.triton.attention.fused_decode_attention import (
+    FusedDecodeAttention,
+    is_fusion_profitable,
 )
 from skiff_runtime.kernels.triton.attention.prefill_attention import PrefillAttention
 from skiff_runtime.kernels.triton.attention.qk_norm_rope import launches_dependents_late
@@ -29,6 +35,17 @@ class PhaseAttention(ABC):
     @abstractmethod
     def forward(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
         """Attend with q [N, heads, d], the tokens of these rows, and write the result to ``out``, of the same shape."""
+
+    def forward_qkv(
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        rope: RopeInputs,
+        norm_weights: torch.Tensor | None,
+        norm_eps: float,
+    ) -> torch.Tensor | None:
+        """Do what ``AttentionBackend.forward_qkv`` does, for a step of this phase alone; None where that is not faster."""
+        return None
 
 
 class HybridAttention(AttentionBackend):
@@ -64,6 +81,21 @@ class HybridAttention(AttentionBackend):
         if rows < q.shape[0]:
             self._prefill.forward(layer, q[rows:], out[rows:])
         return out
+
+    def forward_qkv(
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        rope: RopeInputs,
+        norm_weights: torch.Tensor | None,
+        norm_eps: float,
+        expand: LoraExpand | None = None,
+    ) -> torch.Tensor:
+        if expand is None and self._decode_rows == len(qkv):
+            attended = self._decode.forward_qkv(layer, qkv, rope, norm_weights, norm_eps)
+            if attended is not None:
+                return attended
+        return super().forward_qkv(layer, qkv, rope, norm_weights, norm_eps, expand)
 
 
 class _TritonAttention(PhaseAttention):
@@ -105,18 +137,47 @@ class TritonDecode(_TritonAttention):
     def __init__(self, pool: KVPool, query_heads: int, max_model_len: int) -> None:
         super().__init__(pool)
         self._max_model_len = max_model_len
+        self._fused_launches: dict[tuple[int | None, bool], FusedDecodeAttention] = {}
         if None in pool.layout.distinct_windows:
             self.shared_prefix_rows = max_group_rows(pool.device, query_heads, pool.layout.kv_heads)
+
+    def prepare(self, batch: AttentionBatch) -> None:
+        super().prepare(batch)
+        self._fused_launches = {}
+
+    def forward_qkv(
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        rope: RopeInputs,
+        norm_weights: torch.Tensor | None,
+        norm_eps: float,
+    ) -> torch.Tensor | None:
+        batch, kv, window = self._batch, self._pool.layer_kv(layer), self._pool.layout.window(layer)
+        assert batch is not None
+        if batch.shared_prefixes is not None or not is_fusion_profitable(qkv, kv):
+            return None
+        kind = window, norm_weights is not None
+        launch = self._fused_launches.get(kind)
+        if launch is None:
+            launch = self._fused_launches[kind] = FusedDecodeAttention(
+                *(qkv, kv, self._decode_rows(batch), rope, None if norm_weights is None else norm_eps),
+                max_seq_len=self._max_model_len,
+                window=window,
+            )
+        return launch(qkv, norm_weights, kv)
+
+    def _decode_rows(self, batch: AttentionBatch) -> DecodeRows:
+        return DecodeRows(batch.rows[0], batch.page_table, batch.seq_lens, self._pool.layout.page_size)
 
     def _make_launch(
         self, batch: AttentionBatch, q: torch.Tensor, kv: LayerKV, window: int | None
     ) -> DecodeAttention:
-        page_size = self._pool.layout.page_size
         shared = batch.shared_prefixes if window is None else None
         return DecodeAttention(
             q,
             kv,
-            DecodeRows(batch.rows[0], batch.page_table, batch.seq_lens, page_size),
+            self._decode_rows(batch),
             max_seq_len=self._max_model_len,
             shared=shared,
             window=window,

@@ -1,10 +1,25 @@
 """QK-norm, RoPE and the store into the KV cache: all that lies between the QKV product and attention, on any device."""
 
+from dataclasses import dataclass
+
 import torch
 
 from skiff_runtime.kernels.kv_store import store_kv
 from skiff_runtime.kernels.lora import LoraExpand
 from skiff_runtime.kernels.rms_norm import rms_norm
+
+
+@dataclass(frozen=True, slots=True)
+class RopeInputs:
+    """Inputs by which every layer of a step rotates and stores the heads of its T tokens.
+
+    ``cos_sin`` [positions, 2, head_dim] is the table of cosines and sines, ``positions`` int[T] its indices, and
+    ``slot_mapping`` int[T] the tokens' offsets in the KV cache.
+    """
+
+    cos_sin: torch.Tensor
+    positions: torch.Tensor
+    slot_mapping: torch.Tensor
 
 
 def qk_norm_rope_store_kv(

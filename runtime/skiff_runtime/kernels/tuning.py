@@ -43,6 +43,9 @@ class DecodeAttentionTuning:
     """The query heads of one KV head that read a shared prefix together."""
     few_group_heads: int
     """Groups of at most this many query heads take a smaller tile."""
+    max_fused_rows: int
+    fused_tile: AttentionTile
+    """Up to ``max_fused_rows`` rows, QK norm, RoPE and the store of K and V are a part of the launch of attention."""
     few_rows: int
     few_splits: int
     """A launch with more than ``few_rows`` rows in at most ``few_splits`` splits takes ``throughput_tile``."""
@@ -431,7 +434,7 @@ class AllReduceLimits:
     """By the same, fused with the norm."""
     one_shot: int
     fused_one_shot: int
-    """By one-shot behind flags, fused with the norm; beyond it, up to ``one_shot``, the norm is a launch of its own."""
+    """By one-shot with lines, fused with the norm; beyond it, up to ``one_shot``, the norm is a launch of its own."""
     two_shot: int
     """Copy engines or NCCL sum larger ones."""
 
@@ -646,13 +649,20 @@ HOPPER: Final = Tuning(
         max_group_heads=64,
         # The same with 64 groups of 4 rows: 16 heads 207, 32 233, 64 252.
         few_group_heads=16,
+        # Output tokens/s, two launches and one: Qwen3-30B-A3B with 2 rows 578, 588, 4 rows 788, 793, 8 rows 980, 986;
+        # Llama-3.1-8B 428, 432; 874, 847; 1,717, 1,702.
+        max_fused_rows=2,
+        # Output tokens/s at batch 1, two launches, 64 tokens by 4 warps, and 32: Qwen3-30B-A3B 416, 449, 453, in FP8 548,
+        # 589, 591; Llama-3.1-8B 264, 262, 265; Qwen3-14B in FP8 230.4, 228.9, 231.0. 32 tokens by 2 warps are 1% behind.
+        fused_tile=AttentionTile(tokens=32, warps=4, stages=2),
         # The bounds between the cases that the next three tiles were measured for.
         few_rows=4,
         few_splits=4,
         # 16/8, 32/8 and 40/8 heads, 256 rows of 100 to 2,048 tokens: the best of ten tiles, 4.2 TB/s; 64 tokens by 2
         # or 4 warps are 2% to 5% behind, 8 warps 7%. FP8, 256 rows: 96.7 µs, 64 by 2 98.1, 128 by 8 129.5.
         throughput_tile=AttentionTile(tokens=128, warps=4, stages=3),
-        # Chosen by whole steps of batch 1 (ms for eight layers of Llama-3.1-8B; of Qwen3-14B in FP8): 1.180; 1.230.
+        # For more rows than ``max_fused_rows``, and where attention is a launch of its own for other reasons. Chosen by
+        # whole steps of batch 1 before there was ``fused_tile`` (ms for eight layers of Llama-3.1-8B; of Qwen3-14B in FP8): 1.180; 1.230.
         # 64 tokens by 2 warps in 3 stages is faster by itself (5.1 instead of 5.4 µs) and slower in a step (1.206;
         # 1.271), because its 96 KiB of shared memory are not free beside the kernel ahead.
         latency_tile=AttentionTile(tokens=64, warps=4, stages=2),

@@ -7,7 +7,7 @@ import torch
 
 from skiff_runtime.attention.base import AttentionBackend
 from skiff_runtime.kernels.fp8 import Activations
-from skiff_runtime.kernels.qk_norm_rope import qk_norm_rope_store_kv
+from skiff_runtime.kernels.qk_norm_rope import RopeInputs
 from skiff_runtime.layers.linear import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -17,7 +17,6 @@ from skiff_runtime.layers.linear import (
 from skiff_runtime.layers.lora import LoraLayer, split_deferred
 from skiff_runtime.layers.norm import QKNorm
 from skiff_runtime.layers.partial_sum import LayerOutput
-from skiff_runtime.layers.rotary import RopeInputs
 from skiff_runtime.layers.sharding import LayerContext, WeightShard
 
 
@@ -88,23 +87,16 @@ class Attention:
         backend: AttentionBackend,
         logits_indices: torch.Tensor | None = None,
     ) -> LayerOutput:
-        norm = self._norm
         qkv, expand = split_deferred(self._qkv_proj(x))
-        q = qk_norm_rope_store_kv(
-            qkv,
-            rope.cos_sin,
-            rope.positions,
-            None if norm is None else norm.weights,
-            0.0 if norm is None else norm.eps,
-            backend.pool.layer_kv(self._layer),
-            rope.slot_mapping,
-            expand,
-        )
-        if logits_indices is None:
-            return self._o_proj(backend.forward(self._layer, q).flatten(1))
-        if len(logits_indices) == 0:  # K and V are stored, and no other result of these tokens is read
-            return q.new_empty((0, self._hidden_size))
-        return self._o_proj(backend.forward(self._layer, q).flatten(1).index_select(0, logits_indices))
+        norm_weights, norm_eps = (None, 0.0) if self._norm is None else (self._norm.weights, self._norm.eps)
+        # Of the last layer's tokens that have no logits, only K and V are needed.
+        if logits_indices is not None and len(logits_indices) == 0:
+            backend.store_qkv(self._layer, qkv, rope, norm_weights, norm_eps, expand)
+            return qkv.new_empty((0, self._hidden_size))
+        attended = backend.forward_qkv(self._layer, qkv, rope, norm_weights, norm_eps, expand).flatten(1)
+        if logits_indices is not None:
+            attended = attended.index_select(0, logits_indices)
+        return self._o_proj(attended)
 
     def weight_shards(self, prefix: str) -> Iterator[WeightShard]:
         """Yield the shards of the checkpoint's tensors that fill this block."""

@@ -11,7 +11,11 @@ from skiff_runtime.layers.sharding import LayerContext, WeightShard
 
 
 class VocabParallelEmbedding:
-    """Token ids [T] -> vectors [T, hidden]. Each rank holds an equal share of the vocabulary, the last ones padded."""
+    """Token ids [T] -> vectors [T, hidden]. Each rank holds an equal share of the vocabulary, the last ones padded.
+
+    On a GPU it must stay an operation that is launched without programmatic dependent launch: kernels of the layers read
+    the step's tables, which are written ahead of it, before their own wait.
+    """
 
     def __init__(self, vocab_size: int, hidden_size: int, context: LayerContext) -> None:
         self._group = context.group

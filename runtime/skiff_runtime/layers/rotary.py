@@ -1,10 +1,10 @@
 """Rotary position embedding, RoPE (Su et al., 2021): the table of cosines and sines."""
 
 import math
-from dataclasses import dataclass
 
 import torch
 
+from skiff_runtime.kernels.qk_norm_rope import RopeInputs
 from skiff_runtime.layers.rope_scaling import (
     FrequencyFactors,
     LinearScaling,
@@ -13,19 +13,6 @@ from skiff_runtime.layers.rope_scaling import (
     YarnScaling,
 )
 from skiff_runtime.layers.sharding import LayerContext
-
-
-@dataclass(frozen=True, slots=True)
-class RopeInputs:
-    """Inputs by which every layer of a step rotates and stores the heads of its T tokens (``kernels.qk_norm_rope``).
-
-    ``cos_sin`` [positions, 2, head_dim] is the table of cosines and sines, ``positions`` int[T] its indices, and
-    ``slot_mapping`` int[T] the tokens' offsets in the KV cache.
-    """
-
-    cos_sin: torch.Tensor
-    positions: torch.Tensor
-    slot_mapping: torch.Tensor
 
 
 class RotaryEmbedding:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import torch
 
 from skiff_runtime.attention.base import AttentionBackend
+from skiff_runtime.kernels.qk_norm_rope import RopeInputs
 from skiff_runtime.layers.attention import Attention, AttentionHeads
 from skiff_runtime.layers.embedding import OutputHead, VocabParallelEmbedding
 from skiff_runtime.layers.lora import LoraLayer
@@ -13,7 +14,7 @@ from skiff_runtime.layers.mlp import MLP, GatedMLP
 from skiff_runtime.layers.moe import SparseMoeBlock
 from skiff_runtime.layers.norm import QuantizingRMSNorm, RMSNorm
 from skiff_runtime.layers.partial_sum import LayerOutput, reduce_output
-from skiff_runtime.layers.rotary import RopeInputs, RotaryEmbedding
+from skiff_runtime.layers.rotary import RotaryEmbedding
 from skiff_runtime.layers.sharding import LayerContext, WeightShard
 from skiff_runtime.models.config import ModelConfig
 

@@ -34,7 +34,7 @@ from skiff_runtime.kernels.fp8_tensors import (
 )
 from skiff_runtime.kernels.int4_tensors import PER_WORD, Int4Weight
 from skiff_runtime.kernels.linear import fused_linear_silu_and_mul, linear
-from skiff_runtime.kernels.qk_norm_rope import qk_norm_rope_store_kv
+from skiff_runtime.kernels.qk_norm_rope import RopeInputs, qk_norm_rope_store_kv
 from skiff_runtime.kernels.sampling import sample_tokens
 from skiff_runtime.kernels.shared_prefixes import unpack_shared_prefixes
 from skiff_runtime.kernels.torch_internals import block_scaled_mm, scaled_mm
@@ -43,6 +43,7 @@ from skiff_runtime.kernels.triton.attention.decode_attention import (
     DecodeRows,
     max_group_rows,
 )
+from skiff_runtime.kernels.triton.attention.fused_decode_attention import FusedDecodeAttention
 from skiff_runtime.kernels.triton.attention.prefill_attention import PrefillAttention
 from skiff_runtime.kernels.triton.fp8.block_fp8_gemm import block_fp8_gemm, block_fp8_stream_k_gemm
 from skiff_runtime.kernels.triton.fp8.block_fp8_gemv import block_fp8_gemv
@@ -88,6 +89,7 @@ class _Heads:
 
 
 SMALL, MIDDLE, LARGE = _Heads(16), _Heads(32), _Heads(40)
+FEW_KV_HEADS = _Heads(32, kv=4)
 
 
 def _sets(bytes_each: int) -> int:
@@ -187,6 +189,44 @@ def _decode_layer(heads: _Heads, hidden: int, length: int, *, fp8: bool = False)
         return make_launches
 
     return Workload(f"{attention.name}, with the products beside it", prepare)
+
+
+def _fused_decode_layer(heads: _Heads, hidden: int, length: int) -> Workload:
+    """``_decode_layer`` with QK norm and RoPE, which are a part of the launch of attention."""
+
+    def prepare(device: torch.device) -> Callable[[], Sequence[Launch]]:
+        outputs, inner = (heads.query + 2 * heads.kv) * heads.dim, heads.query * heads.dim
+        x = torch.randn(1, hidden, dtype=DTYPE, device=device)
+        count = _sets(2 * (outputs * hidden + hidden * inner))
+        ahead = [torch.randn(outputs, hidden, dtype=DTYPE, device=device) for _ in range(count)]
+        behind = [torch.randn(hidden, inner, dtype=DTYPE, device=device) for _ in range(count)]
+        pages = -(-length // PAGE_SIZE)
+        shape = (2, pages * PAGE_SIZE, heads.kv, heads.dim)
+        caches = [torch.randn(shape, dtype=DTYPE, device=device) for _ in range(count)]
+        table = torch.arange(pages, dtype=torch.int32, device=device)[None]
+        slots, lengths = (torch.full((1,), each, dtype=torch.int32, device=device) for each in (0, length))
+        cos_sin = torch.randn(length, 2, heads.dim, dtype=DTYPE, device=device)
+        rope = RopeInputs(cos_sin, lengths - 1, (lengths - 1).long())
+        weights = torch.randn(2, heads.dim, dtype=DTYPE, device=device)
+        rows = DecodeRows(slots, table, lengths, PAGE_SIZE)
+
+        def make_launches() -> Sequence[Launch]:
+            qkv = torch.empty(1, outputs, dtype=DTYPE, device=device)
+            pool = caches[0][0], caches[0][1]
+            attend = FusedDecodeAttention(qkv, pool, rows, rope, 1e-6, max_seq_len=MAX_SEQ_LEN)
+
+            def run(index: int) -> None:
+                keys, values = caches[index]
+                attended = attend(gemv(x, ahead[index]), weights, (keys, values))
+                gemv(attended.view(1, inner), behind[index])
+
+            return [partial(run, index) for index in range(count)]
+
+        return make_launches
+
+    return Workload(
+        f"{heads}, one row of {length} tokens with QK norm and RoPE, and the products beside it", prepare
+    )
 
 
 def _prefill(heads: _Heads, tokens: int, start: int) -> Workload:
@@ -547,6 +587,11 @@ LATENCY_TILES: Final = (
     AttentionTile(64, warps=4, stages=1),
     AttentionTile(64, warps=4, stages=2),
 )
+FUSED_TILES: Final = (
+    AttentionTile(32, warps=2, stages=2),
+    AttentionTile(32, warps=4, stages=2),
+    AttentionTile(64, warps=4, stages=2),
+)
 THROUGHPUT_TILES: Final = (
     AttentionTile(64, warps=2, stages=3),
     AttentionTile(64, warps=4, stages=3),
@@ -634,6 +679,15 @@ TUNABLES: Final = (
         "decode_attention.latency_tile",
         LATENCY_TILES,
         (_decode_layer(MIDDLE, 4096, 450), _decode_layer(LARGE, 5120, 1900)),
+    ),
+    Tunable(
+        "decode_attention.fused_tile",
+        FUSED_TILES,
+        (
+            _fused_decode_layer(FEW_KV_HEADS, 2048, 450),
+            _fused_decode_layer(MIDDLE, 4096, 450),
+            _fused_decode_layer(LARGE, 5120, 450),
+        ),
     ),
     Tunable(
         "decode_attention.fp8_latency_tile",

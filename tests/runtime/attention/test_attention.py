@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from paged_contexts import PagedContexts, causal_attention
 
-from skiff_runtime.attention import hybrid, torch_sdpa
+from skiff_runtime.attention import base, hybrid, torch_sdpa
 from skiff_runtime.attention.base import AttentionBackend, AttentionBatch
 from skiff_runtime.attention.hybrid import (
     HybridAttention,
@@ -25,6 +25,7 @@ from skiff_runtime.attention.torch_sdpa import TorchSDPABackend
 from skiff_runtime.engine.shared_prefix import pack_work_items
 from skiff_runtime.errors import ConfigError
 from skiff_runtime.kernels.kv_store import store_kv
+from skiff_runtime.kernels.qk_norm_rope import RopeInputs
 from skiff_runtime.kernels.shared_prefixes import unpack_shared_prefixes
 from skiff_runtime.kernels.triton.attention.decode_attention import DecodeAttention
 from skiff_runtime.kvcache.kv_pool import KVLayout, KVPool
@@ -319,3 +320,64 @@ def test_unknown_backend_is_refused_by_name() -> None:
     pool = KVPool(KVLayout(1, 1, DIM, 4, torch.float32), 1, CPU)
     with pytest.raises(ConfigError, match="--attention-backend nonsense is unknown"):
         make_backend("nonsense", pool, query_heads=1, max_model_len=8)
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "fused"),
+    [
+        (1, {}, True),
+        (2, {}, True),
+        (3, {}, False),
+        (1, {"new": 4}, False),
+        (1, {"prefill": True}, False),
+        (2, {"shares": True}, False),
+        (1, {"expands": True}, False),
+        (1, {"dtype": torch.float8_e4m3fn}, False),
+        (1, {"group": 9}, False),
+        (1, {"dim": 256}, False),
+    ],
+)
+def test_qk_norm_and_rope_are_a_part_of_attention_in_decode_steps_of_few_rows(
+    monkeypatch: pytest.MonkeyPatch, rows: int, options: dict[str, Any], fused: bool
+) -> None:
+    """Not with prompts, shared prefixes or LoRA behind the product, an FP8 cache, or many or wide heads."""
+    group, dim = options.get("group", 2), options.get("dim", 16)
+    pool = KVPool(KVLayout(1, 1, dim, 4, options.get("dtype", torch.float32)), 4, CPU)
+    decode = TritonDecode(pool, group, 64)
+    backend = HybridAttention(pool, Recorder(0), decode)
+    tokens = rows + options.get("new", 0)
+    lengths = np.array([*[1] * rows, *([options["new"]] if "new" in options else [])], np.int32)
+    table = torch.zeros((4, 4), dtype=torch.int32)
+    numbers = torch.zeros((4, len(lengths)), dtype=torch.int32)
+    batch = AttentionBatch(
+        np.zeros_like(lengths),
+        lengths,
+        0 if "prefill" in options else rows,
+        numbers,
+        numbers[0],
+        table,
+        shared_prefixes=object() if "shares" in options else None,  # type: ignore[arg-type]
+    )
+    calls = []
+
+    class Fused:
+        def __init__(self, *_: Any, **__: Any) -> None: ...
+
+        def __call__(self, qkv: torch.Tensor, *_: Any) -> torch.Tensor:
+            calls.append("fused")
+            return qkv.new_zeros((len(qkv), group, dim))
+
+    def store(qkv: torch.Tensor, *_: Any) -> torch.Tensor:
+        calls.append("stored")
+        return qkv.new_zeros((len(qkv), group, dim))
+
+    monkeypatch.setattr(hybrid, "FusedDecodeAttention", Fused)
+    monkeypatch.setattr(base, "qk_norm_rope_store_kv", store)
+    monkeypatch.setattr(decode, "forward", lambda *_: None)
+    backend.prepare(batch)
+    qkv = torch.zeros(tokens, (group + 2) * dim)
+    rope = RopeInputs(qkv, numbers[0], numbers[0])
+    expand: Any = object() if "expands" in options else None
+    attended = backend.forward_qkv(0, qkv, rope, None, 0.0, expand)
+    assert calls == ["fused" if fused else "stored"]
+    assert attended.shape == (tokens, group, dim)

@@ -5,19 +5,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kernel_device import DEVICE, HALF, TOLERANCE, error, poison
+from kernel_device import DEVICE, HALF, TOLERANCE, error, noise, poison
 from paged_contexts import causal_attention
 from pairwise import mark_beyond_values
 
 from skiff_runtime.engine.shared_prefix import pack_work_items
 from skiff_runtime.kernels.fp8_tensors import E4M3
+from skiff_runtime.kernels.qk_norm_rope import RopeInputs
 from skiff_runtime.kernels.shared_prefixes import packed_size, unpack_shared_prefixes
 from skiff_runtime.kernels.triton.attention.decode_attention import (
     DecodeAttention,
     DecodeRows,
     find_row_counts_by_variant,
 )
+from skiff_runtime.kernels.triton.attention.fused_decode_attention import FusedDecodeAttention
 from skiff_runtime.kernels.triton.attention.prefill_attention import PrefillAttention
+from skiff_runtime.kernels.triton.attention.qk_norm_rope import qk_norm_rope_store_kv
 from skiff_runtime.kernels.triton.runtime.cached_launch import LayerKV
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -58,6 +61,19 @@ class Paged:
             source, target = int(self.slots[leader]), int(self.slots[row])
             self.page_table[target, :pages] = self.page_table[source, :pages]
             self.contexts[row][:, :count] = self.contexts[leader][:, :count]
+
+    def place(self, row: int, position: int) -> int:
+        """Return where in the pool a token's K and V are."""
+        page = int(self.page_table[self.slots[row]][position // self.page_size])
+        return page * self.page_size + position % self.page_size
+
+    def hide_newest(self) -> LayerKV:
+        """Return a copy of the pool in which each row's last token is NaN, too."""
+        sides = self.pool[0].clone(), self.pool[1].clone()
+        for row, context in enumerate(self.contexts):
+            for side in sides:
+                side[self.place(row, context.shape[1] - 1)] = torch.nan
+        return sides
 
     def hide(self, ends: list[int]) -> LayerKV:
         """Return a pool in which the tokens of each row before its end are NaN, too."""
@@ -266,6 +282,56 @@ def test_window_beyond_every_context_changes_no_bit() -> None:
     assert torch.equal(own.cpu().double(), last)
 
 
+FUSED_CASES = [
+    (1, 2, 1, 16, torch.float32, False, None, 1),
+    (16, 1, 5, 24, HALF, True, None, 1 << 12),
+    (3, 2, 2, 64, HALF, False, 40, 1 << 12),
+    (4, 1, 8, 128, HALF, True, 100, 1),
+    (5, 2, 3, 40, torch.float32, True, None, 1 << 12),
+    (16, 1, 2, 96, HALF, True, 530, 1 << 12),
+]
+"""Page size, KV heads, query heads of each, dimensions, type, whether heads are normalized, window, longest context."""
+
+
+@pytest.mark.parametrize(
+    "page_size, kv, group, dim, dtype, normed, window, max_seq_len", FUSED_CASES, ids=str
+)
+def test_fused_decode_attention_does_what_two_launches_do(
+    page_size: int,
+    kv: int,
+    group: int,
+    dim: int,
+    dtype: torch.dtype,
+    normed: bool,
+    window: int | None,
+    max_seq_len: int,
+) -> None:
+    """Also for a row of padding, whose K and V go nowhere; what was at the newest tokens' places before is not read."""
+    lengths = [1, 130, 64, 17, 65, 200 if window != 530 else 700]
+    paged = Paged(lengths, page_size=page_size, kv=kv, dim=dim, dtype=dtype, seed=dim)
+    pool, other = paged.hide_newest(), paged.hide_newest()
+    places = torch.tensor([paged.place(row, length - 1) for row, length in enumerate(lengths)], device=DEVICE)
+    places[2] = -1
+    rows, seq_lens = len(lengths), torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    qkv = noise(rows, kv * (group + 2) * dim, dtype=dtype)
+    weights = noise(2, dim, dtype=dtype, seed=4) if normed else None
+    angles = torch.linspace(-3, 3, 704 * dim // 2).view(704, dim // 2)
+    cos, sin = angles.cos(), angles.sin()
+    table = torch.stack((torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1)), 1)
+    rope = RopeInputs(table.to(DEVICE, dtype), seq_lens - 1, places)
+    decode_rows = DecodeRows(paged.slots.to(DEVICE), paged.page_table.to(DEVICE), seq_lens, page_size)
+    options: dict[str, Any] = {"max_seq_len": max_seq_len, "window": window}
+    fused = FusedDecodeAttention(qkv, pool, decode_rows, rope, 1e-6 if normed else None, **options)(
+        qkv, weights, pool
+    )
+    q = qk_norm_rope_store_kv(qkv, rope.cos_sin, rope.positions, weights, 1e-6, other, places)
+    for side, expected in zip(pool, other, strict=True):
+        torch.testing.assert_close(side, expected, rtol=0, atol=0, equal_nan=True)
+    expected = decode(q, other, decode_rows.slots, decode_rows.page_table, seq_lens, page_size, **options)
+    real = [row for row in range(rows) if row != 2]
+    assert error(fused[real], expected[real].double()) < 2 * TOLERANCE[dtype]
+
+
 @pytest.mark.parametrize("has_prefixes", [False, True])
 @pytest.mark.parametrize("kv_heads", [1, 2, 8, 10, 32])
 def test_row_counts_by_variant_cover_every_kernel_of_mixed_steps(kv_heads: int, has_prefixes: bool) -> None:
@@ -279,7 +345,8 @@ def test_row_counts_by_variant_cover_every_kernel_of_mixed_steps(kv_heads: int, 
         shared = unpack_shared_prefixes(packed, rows) if has_prefixes else None
         tables = DecodeRows(ints[:, 0], ints, ints[:, 0], 16)
         attend = DecodeAttention(queries, (pool[0], pool[1]), tables, max_seq_len=4096, shared=shared)
-        launches = [attend._attend_to_rows, *([attend._merge] if attend._max_splits > 1 else [])]
+        merge = attend._merge._launch
+        launches = [attend._attend_to_rows, *([] if merge is None else [merge])]
         launches += [attend._attend_to_prefixes] if has_prefixes else []
         return tuple(each._options[name] for each in launches for name in sorted(each._options))
 

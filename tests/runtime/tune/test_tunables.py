@@ -56,6 +56,7 @@ UNMEASURED = {
     "measured_on",
     "decode_attention.max_splits",
     "decode_attention.min_split_tokens",
+    "decode_attention.max_fused_rows",
     "decode_attention.few_rows",
     "decode_attention.few_splits",
     "decode_attention.few_group_heads",

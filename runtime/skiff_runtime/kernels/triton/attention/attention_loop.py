@@ -28,6 +28,9 @@ MIN_PAIRED_DIM = tl.constexpr(32)
 FEW_QUERIES = tl.constexpr(8)
 """The fewest columns that the tensor cores multiply, and so the most queries that come second."""
 
+_CACHED = tl.constexpr("")
+"""The modifier of an ordinary load."""
+
 
 def padded_head_dim(dim: int) -> int:
     """Round the dimensions of a head up to what a kernel can hold: a power of two, 16 at least."""
@@ -204,15 +207,16 @@ def paged_kv_offsets(
     WIDTH: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
+    CACHE: tl.constexpr = _CACHED,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Return (tokens, seen, offsets), each [BLOCK], of the tokens from ``first`` on.
 
     ``seen`` marks the tokens before ``end``; ``offsets`` int64 are where K and V of ``kv_head`` begin in a pool whose
-    heads are ``WIDTH`` elements wide.
+    heads are ``WIDTH`` elements wide. ``CACHE`` is the modifier of the load of the page table.
     """
     token = first + tl.arange(0, BLOCK)
     seen = token < end
-    page = tl.load(page_table + token // PAGE, seen, 0).to(tl.int64)
+    page = tl.load(page_table + token // PAGE, seen, 0, cache_modifier=CACHE).to(tl.int64)
     return token, seen, (page * PAGE + token % PAGE) * (KV * WIDTH) + kv_head * WIDTH
 
 

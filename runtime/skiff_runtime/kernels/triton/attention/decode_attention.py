@@ -402,11 +402,10 @@ class DecodeAttention:
         longest = max_seq_len if window is None else min(max_seq_len, window)
         splits = choose_num_splits(rows, kv, longest, tuning)
         max_splits = splits if shared is None else splits + shared.max_splits
-        self._shared, self._max_splits = shared, max_splits
+        self._shared = shared
         self._tables = decode_rows.slots, page_table
         # Without shared prefixes the kernels never read these arguments; any int32 tensor stands in for them.
         self._rows = seq_lens, seq_lens if shared is None else shared.prefix_lens
-        self._prefix_splits = seq_lens if shared is None else shared.prefix_splits
         numbers = LOG2_E * dim**-0.5, page_table.stride(0), splits, max_splits
         pdl = pdl_options(queries.device)
         sizes: dict[str, Any] = {
@@ -442,35 +441,79 @@ class DecodeAttention:
             **_decode_tile(queries.dtype, pool[0].dtype, dim_block, splits, rows, tuning),
             **pdl,
         )
-        if max_splits > 1:
-            self._merge = CachedLaunch(
-                merge_splits_kernel,
-                (rows * heads, 1, 1),
-                *(splits, max_splits),
-                HEADS=heads,
-                DIM=dim,
-                DIM_BLOCK=dim_block,
-                SPLITS_BLOCK=triton.next_power_of_2(max_splits),
-                HAS_PREFIXES=shared is not None,
-                num_warps=1,
-                **pdl,
-            )
+        self._merge = SplitMerge(
+            (rows, heads, dim),
+            splits,
+            max_splits,
+            seq_lens if shared is None else shared.prefix_splits,
+            has_prefixes=shared is not None,
+            device=queries.device,
+        )
 
     def __call__(self, queries: torch.Tensor, pool: LayerKV, output: torch.Tensor) -> None:
         """Attend with ``queries`` to one layer's ``pool``; write the result, of the same shape, to ``output``."""
-        if self._max_splits == 1:
-            self._attend_to_rows(queries, *pool, *self._tables, *self._rows, output, output, output)
-            return
-        (rows, heads, dim), device = queries.shape, queries.device
-        partials = torch.empty((rows, heads, self._max_splits, dim), dtype=torch.float32, device=device)
-        lse = torch.empty((rows, heads, self._max_splits), dtype=torch.float32, device=device)
+        partials, lse = self._merge.empty_partials(output)
         shared = self._shared
         if shared is not None:
             self._attend_to_prefixes(
                 queries, *pool, *self._tables, shared.row_order, shared.work_items, partials, lse
             )
         self._attend_to_rows(queries, *pool, *self._tables, *self._rows, output, partials, lse)
-        self._merge(partials, lse, self._prefix_splits, output)
+        self._merge(partials, lse, output)
+
+
+class SplitMerge:
+    """The partials of a step's rows, one for each split, and the launch that merges them; nothing with a single split."""
+
+    def __init__(
+        self,
+        shape: tuple[int, int, int],
+        splits: int,
+        max_splits: int,
+        prefix_splits: torch.Tensor,
+        *,
+        has_prefixes: bool = False,
+        device: torch.device,
+    ) -> None:
+        """``shape`` is (R, heads, d); the others are as ``merge_splits_kernel`` takes them."""
+        rows, heads, dim = shape
+        self._shape = rows, heads, max_splits, dim
+        self._prefix_splits = prefix_splits
+        self._launch = None
+        if max_splits > 1:
+            self._launch = CachedLaunch(
+                merge_splits_kernel,
+                (rows * heads, 1, 1),
+                *(splits, max_splits),
+                HEADS=heads,
+                DIM=dim,
+                DIM_BLOCK=padded_head_dim(dim),
+                SPLITS_BLOCK=triton.next_power_of_2(max_splits),
+                HAS_PREFIXES=has_prefixes,
+                num_warps=1,
+                **pdl_options(device),
+            )
+
+    def empty_partials(self, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return partials and log-sum-exps as ``merge_splits_kernel`` reads them, or ``output`` for both if none are used."""
+        if self._launch is None:
+            return output, output
+        partials = torch.empty(self._shape, dtype=torch.float32, device=output.device)
+        return partials, torch.empty(self._shape[:-1], dtype=torch.float32, device=output.device)
+
+    def __call__(self, partials: torch.Tensor, lse: torch.Tensor, output: torch.Tensor) -> None:
+        """Merge the splits into ``output`` [R, heads, d]."""
+        if self._launch is not None:
+            self._launch(partials, lse, self._prefix_splits, output)
+
+
+def tile_options(dtype: torch.dtype, dim_block: int, tile: AttentionTile) -> dict[str, Any]:
+    """Return a tile as launch options; in float32 another one, with exact products, takes its place."""
+    precision = "tf32"
+    if dtype == torch.float32:
+        tile = WIDE_EXACT_TILE if dim_block > WIDE_HEAD_DIM else EXACT_TILE
+        precision = "ieee"
+    return {"BLOCK": tile.tokens, "PRECISION": precision, "num_warps": tile.warps, "num_stages": tile.stages}
 
 
 def _decode_tile(
@@ -482,25 +525,15 @@ def _decode_tile(
     tuning: DecodeAttentionTuning,
 ) -> dict[str, Any]:
     """Return the tile of ``decode_attention_kernel``, as launch options."""
-    if dtype == torch.float32:
-        return _exact_tile(dim_block)
+    tile = tuning.fp8_latency_tile if kv_dtype == E4M3 else tuning.latency_tile
     if dim_block > WIDE_HEAD_DIM:
-        return _options(tuning.wide_tile)
-    if rows > tuning.few_rows and splits <= tuning.few_splits:
-        return _options(tuning.throughput_tile)
-    return _options(tuning.fp8_latency_tile if kv_dtype == E4M3 else tuning.latency_tile)
+        tile = tuning.wide_tile
+    elif rows > tuning.few_rows and splits <= tuning.few_splits:
+        tile = tuning.throughput_tile
+    return tile_options(dtype, dim_block, tile)
 
 
 def _prefix_tile(dtype: torch.dtype, dim_block: int, tuning: DecodeAttentionTuning) -> dict[str, Any]:
     """Return the tile of ``shared_prefix_attention_kernel``, as launch options."""
-    if dtype == torch.float32:
-        return _exact_tile(dim_block)
-    return _options(tuning.wide_prefix_tile if dim_block > WIDE_HEAD_DIM else tuning.prefix_tile)
-
-
-def _exact_tile(dim_block: int) -> dict[str, Any]:
-    return _options(WIDE_EXACT_TILE if dim_block > WIDE_HEAD_DIM else EXACT_TILE, precision="ieee")
-
-
-def _options(tile: AttentionTile, precision: str = "tf32") -> dict[str, Any]:
-    return {"BLOCK": tile.tokens, "PRECISION": precision, "num_warps": tile.warps, "num_stages": tile.stages}
+    tile = tuning.wide_prefix_tile if dim_block > WIDE_HEAD_DIM else tuning.prefix_tile
+    return tile_options(dtype, dim_block, tile)

@@ -82,6 +82,8 @@ def qk_norm_rope_store_kv_kernel(
         weight = norm_weights + tl.where(head < QUERY, 0, DIM) + column
         weight_low = tl.load(weight, used, 0.0).to(tl.float32)
         weight_high = tl.load(weight + HALF, used, 0.0).to(tl.float32)
+    else:
+        weight_low, weight_high = 1.0, 1.0
     wait_for_dependencies(PDL)
     if LATE_DEPENDENTS:
         launch_dependents(PDL)
@@ -118,18 +120,8 @@ def qk_norm_rope_store_kv_kernel(
             added_high += tl.sum(b_high * factor, 2)
         low = (low + added_low).to(dtype).to(tl.float32)
         high = (high + added_high).to(dtype).to(tl.float32)
-    normed_low, normed_high = low, high
-    if NORM:
-        scale = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / DIM + eps)[:, None]
-        normed_low = (low * scale).to(dtype).to(tl.float32) * weight_low
-        normed_high = (high * scale).to(dtype).to(tl.float32) * weight_high
-        normed_low = normed_low.to(dtype).to(tl.float32)
-        normed_high = normed_high.to(dtype).to(tl.float32)
-    rotated_low = (normed_low * cosine).to(dtype).to(tl.float32) - (normed_high * sine).to(dtype).to(
-        tl.float32
-    )
-    rotated_high = (normed_high * cosine).to(dtype).to(tl.float32) + (normed_low * sine).to(dtype).to(
-        tl.float32
+    rotated_low, rotated_high = normalize_and_rotate(
+        low, high, weight_low, weight_high, cosine, sine, eps, DIM, NORM, dtype
     )
     low = tl.where(is_value, low, rotated_low).to(dtype)
     high = tl.where(is_value, high, rotated_high).to(dtype)
@@ -146,6 +138,34 @@ def qk_norm_rope_store_kv_kernel(
     target = values + offset + (head - QUERY - KV) * DIM
     tl.store(target, low.to(values.dtype.element_ty), is_stored & is_value)
     tl.store(target + HALF, high.to(values.dtype.element_ty), is_stored & is_value)
+
+
+@triton.jit
+def normalize_and_rotate(
+    low: tl.tensor,
+    high: tl.tensor,
+    weight_low: tl.tensor,
+    weight_high: tl.tensor,
+    cosine: tl.tensor,
+    sine: tl.tensor,
+    eps: tl.tensor,
+    DIM: tl.constexpr,
+    NORM: tl.constexpr,
+    dtype: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Normalize heads, with NORM, and rotate them; return their halves in float32, rounded to ``dtype`` at each step but the last.
+
+    low, high           float32 [heads, HALF_BLOCK]: the halves of each head, with zeros behind DIM / 2
+    weight_low, weight_high  those of the norm, which broadcast; not read without NORM
+    cosine, sine        [1, HALF_BLOCK]
+    """
+    if NORM:
+        scale = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / DIM + eps)[:, None]
+        low = ((low * scale).to(dtype).to(tl.float32) * weight_low).to(dtype).to(tl.float32)
+        high = ((high * scale).to(dtype).to(tl.float32) * weight_high).to(dtype).to(tl.float32)
+    rotated_low = (low * cosine).to(dtype).to(tl.float32) - (high * sine).to(dtype).to(tl.float32)
+    rotated_high = (high * cosine).to(dtype).to(tl.float32) + (low * sine).to(dtype).to(tl.float32)
+    return rotated_low, rotated_high
 
 
 def launches_dependents_late(tokens: int) -> bool:
