@@ -306,7 +306,10 @@ def test_fused_decode_attention_does_what_two_launches_do(
     window: int | None,
     max_seq_len: int,
 ) -> None:
-    """Also for a row of padding, whose K and V go nowhere; what was at the newest tokens' places before is not read."""
+    """Also for a row of padding, whose K and V go nowhere; what was at the newest tokens' places before is not read.
+
+    On a GPU the two sum the squares of a head in another order, so that a rounding can differ.
+    """
     lengths = [1, 130, 64, 17, 65, 200 if window != 530 else 700]
     paged = Paged(lengths, page_size=page_size, kv=kv, dim=dim, dtype=dtype, seed=dim)
     pool, other = paged.hide_newest(), paged.hide_newest()
@@ -325,8 +328,9 @@ def test_fused_decode_attention_does_what_two_launches_do(
         qkv, weights, pool
     )
     q = qk_norm_rope_store_kv(qkv, rope.cos_sin, rope.positions, weights, 1e-6, other, places)
+    rounding = 0 if DEVICE.type == "cpu" else 4 * torch.finfo(dtype).eps
     for side, expected in zip(pool, other, strict=True):
-        torch.testing.assert_close(side, expected, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(side, expected, rtol=rounding, atol=rounding, equal_nan=True)
     expected = decode(q, other, decode_rows.slots, decode_rows.page_table, seq_lens, page_size, **options)
     real = [row for row in range(rows) if row != 2]
     assert error(fused[real], expected[real].double()) < 2 * TOLERANCE[dtype]
