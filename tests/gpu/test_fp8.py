@@ -1,5 +1,7 @@
 """FP8 matrix products on a GPU, on its tensor cores and by our kernels, against float64."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from kernel_device import TOLERANCE, error
@@ -12,7 +14,10 @@ from skiff_runtime.kernels.fp8_tensors import (
     quantize_rows,
 )
 from skiff_runtime.kernels.triton.fp8.fp8_gemv import fp8_gemv, quantizing_fp8_gemv
-from skiff_runtime.kernels.tuning import FP8GemvTile, PreloadingGemvTile
+from skiff_runtime.kernels.tuning import FP8GemvTile, PreloadingGemvTile, overridden, tuning_for
+from skiff_runtime.layers.linear import ColumnParallelLinear, ModuleShard
+from skiff_runtime.layers.norm import QuantizingRMSNorm
+from skiff_runtime.layers.sharding import LayerContext
 
 pytestmark = pytest.mark.gpu
 
@@ -84,6 +89,45 @@ def test_a_quantized_token_gives_the_bits_of_one_that_the_gemv_quantizes(outputs
         assert torch.equal(quantizing_fp8_gemv(x, weight, tile=tile), first)
     assert error(first, expected) < TOLERANCE[torch.bfloat16]
     assert error(fp8_gemv(quantized, weight, tile=FP8GemvTile(1024)), first) < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize(
+    "outputs, inputs, bias", [(5120, 2048, False), (6144, 1024, False), (1152, 896, True)]
+)
+def test_small_projection_and_the_norm_before_it_are_one_launch(
+    outputs: int, inputs: int, bias: bool
+) -> None:
+    """With what two launches compute, but for roundings of the norm; larger projections, and several tokens, take two."""
+    context = LayerContext(torch.bfloat16, torch.device("cuda", 0), quantization="fp8")
+    norm = QuantizingRMSNorm(inputs, 1e-6, context)
+    norm.weight.copy_(noise(inputs, dtype=torch.bfloat16, seed=5))
+    layer = ColumnParallelLinear(
+        inputs, [ModuleShard("q_proj", outputs, 0, outputs)], bias=bias, context=context
+    )
+    for seed, shard in enumerate(layer.weight_shards("")):
+        values = noise(*shard.target.shape, dtype=torch.float32, seed=seed)
+        if shard.scales is None:
+            shard.target.copy_(values)
+        else:
+            quantized, scales = quantize_rows(values)
+            shard.target.copy_(quantized)
+            shard.scales.copy_(scales)
+    tuning = tuning_for(torch.device("cuda", 0))
+    for tokens in (1, 2):
+        x, residual = (noise(tokens, inputs, dtype=torch.bfloat16, seed=seed) for seed in (3, 4))
+        products = []
+        for most in (0, outputs * inputs):
+            table = replace(tuning, fp8_gemv=replace(tuning.fp8_gemv, max_normed_weights=most))
+            with overridden(table), torch.inference_mode():
+                fused = layer.weight.fused_add_rms_norm(x, residual, norm.weight, norm.eps, layer.bias)
+                product, total = layer.apply_after_norm(norm, x, residual)
+            assert isinstance(product, torch.Tensor) and torch.equal(total, x + residual)
+            if tokens == 1 and most > 0:
+                assert fused is not None and torch.equal(fused[0], product)
+            else:
+                assert fused is None
+            products.append(product)
+        assert error(products[0], products[1]) < TOLERANCE[torch.bfloat16]
 
 
 def dequantize(x: QuantizedActivations) -> torch.Tensor:

@@ -5,6 +5,7 @@ the case launches, by the kernel's name.
 """
 
 import json
+import math
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -15,6 +16,7 @@ import triton
 
 from skiff_runtime.distributed.all_reduce import PeerToPeerAllReduce
 from skiff_runtime.kernels.fp8 import add_rms_norm_quantize
+from skiff_runtime.kernels.fp8_tensors import empty_fp8_weight
 from skiff_runtime.kernels.qk_norm_rope import RopeInputs
 from skiff_runtime.kernels.rms_norm import add_rms_norm
 from skiff_runtime.kernels.torch_internals import FakeTensorMode
@@ -24,6 +26,8 @@ from skiff_runtime.kernels.triton.all_reduce.push_norm import (
 )
 from skiff_runtime.kernels.triton.attention.decode_attention import DecodeRows
 from skiff_runtime.kernels.triton.attention.fused_decode_attention import FusedDecodeAttention
+from skiff_runtime.kernels.triton.fp8.add_rms_norm_gemv import add_rms_norm_fp8_gemv
+from skiff_runtime.kernels.tuning import NormGemvTile
 from skiff_runtime.prebuild.offline_driver import use_offline_driver
 
 ARCHITECTURE: Final = 90
@@ -95,12 +99,24 @@ def attend(kv_heads: int) -> None:
     launch(qkv, empty(2, 128), pool)
 
 
+def normalize_and_multiply(rows: int) -> None:
+    """Launch an FP8 GEMV of programs of ``rows`` rows that normalizes its token."""
+    outputs, inputs = 5120, 2048
+    x, norm_weight = (
+        torch.empty(shape, dtype=torch.bfloat16, device=DEVICE) for shape in ((1, inputs), (inputs,))
+    )
+    weight = empty_fp8_weight(outputs, inputs, DEVICE)
+    tile = NormGemvTile(rows, 1024)
+    add_rms_norm_fp8_gemv(x, x, norm_weight, 1e-6, weight, None, math.inf, tile=tile)
+
+
 if __name__ == "__main__":
     cases: dict[str, Callable[[int], None]] = {
         "sum": sum_messages,
         "normalize": normalize,
         "multiply": multiply,
         "attend": attend,
+        "normalize_and_multiply": normalize_and_multiply,
     }
     for line in sys.stdin:
         kind, number = json.loads(line)

@@ -163,6 +163,34 @@ def fused_fp8_linear_silu_and_mul(
     return fp8_gemv_silu_and_mul(x, weight, bias)
 
 
+def can_fuse_add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: FP8Weight) -> bool:
+    """Return whether ``fused_add_rms_norm_fp8_linear`` takes x and residual [T, inputs], and is fast."""
+    if x.device.type != "cuda":
+        return False
+    from skiff_runtime.kernels.triton.fp8 import add_rms_norm_gemv as kernel
+
+    return kernel.supports(x, residual) and kernel.is_fusion_profitable(weight)
+
+
+def fused_add_rms_norm_fp8_linear(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    weight: FP8Weight,
+    bias: torch.Tensor | None = None,
+    *,
+    bound: float = math.inf,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (``fp8_linear`` of ``add_rms_norm_quantize`` of one token, the sum of x and residual) by one kernel.
+
+    Up to a rounding of the norm. Only where ``can_fuse_add_rms_norm``.
+    """
+    from skiff_runtime.kernels.triton.fp8.add_rms_norm_gemv import add_rms_norm_fp8_gemv
+
+    return add_rms_norm_fp8_gemv(x, residual, norm_weight, eps, weight, bias, bound)
+
+
 def multiply_dequantized(x: QuantizedActivations, values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Return x [T, inputs] times FP8 values [outputs, inputs] with scales float32 [outputs], as a CPU computes it."""
     return _multiply_in_float32(x, values, scales).to(x.dtype)

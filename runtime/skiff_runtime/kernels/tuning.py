@@ -133,6 +133,17 @@ class PreloadingGemvTile:
     rows: int
 
 
+@dataclass(frozen=True, slots=True)
+class NormGemvTile:
+    """A GEMV in FP8 that normalizes its token: the rows of a program, a power of two, and the inputs of each of its warps.
+
+    What a thread keeps in registers follows from both: the rows, the token, the residual and the norm's weight.
+    """
+
+    rows: int
+    inputs_per_warp: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FP8GemvTuning:
     """Numbers of ``triton.fp8.fp8_gemv``."""
@@ -149,6 +160,9 @@ class FP8GemvTuning:
 
     The GEMV of such a weight quantizes its token itself, if no kernel ahead does.
     """
+    norm_tile: NormGemvTile
+    max_normed_weights: int
+    """The largest weight, in numbers, whose GEMV adds the residual and normalizes its token, too; 0 for none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -714,6 +728,8 @@ HOPPER: Final = Tuning(
         preloading_tile=PreloadingGemvTile(columns=1024, warps=1, rows=2),
         # The same: 4096 x 4096 6.9, 8.4; 5120 x 5120 9.7, 10.8. Larger weights were not compared.
         max_preloaded_weights=25 << 20,
+        norm_tile=NormGemvTile(rows=8, inputs_per_warp=1024),
+        max_normed_weights=25 << 20,
     ),
     stream_k=StreamKTuning(
         # µs for the four products of a layer of Qwen3-14B, library and ours: 2 tokens 133.3, 95.5; 64 134.3, 111.9;

@@ -14,8 +14,8 @@ from skiff_runtime.layers.linear import (
     shard_evenly,
     shard_or_replicate,
 )
-from skiff_runtime.layers.lora import LoraLayer, split_deferred
-from skiff_runtime.layers.norm import QKNorm
+from skiff_runtime.layers.lora import LinearOutput, LoraLayer, split_deferred
+from skiff_runtime.layers.norm import QKNorm, QuantizingRMSNorm
 from skiff_runtime.layers.partial_sum import LayerOutput
 from skiff_runtime.layers.sharding import LayerContext, WeightShard
 
@@ -75,11 +75,6 @@ class Attention:
         if qk_norm_eps is not None:
             self._norm = QKNorm(heads.head_dim, qk_norm_eps, context)
 
-    @property
-    def input_matrix(self) -> torch.Tensor | None:
-        """The matrix that every token is multiplied with first, if it is in the model's dtype."""
-        return self._qkv_proj.weight.unquantized
-
     def __call__(
         self,
         x: Activations,
@@ -87,7 +82,29 @@ class Attention:
         backend: AttentionBackend,
         logits_indices: torch.Tensor | None = None,
     ) -> LayerOutput:
-        qkv, expand = split_deferred(self._qkv_proj(x))
+        return self._attend(self._qkv_proj(x), rope, backend, logits_indices)
+
+    def apply_after_norm(
+        self,
+        norm: QuantizingRMSNorm,
+        x: LayerOutput,
+        residual: torch.Tensor,
+        rope: RopeInputs,
+        backend: AttentionBackend,
+        logits_indices: torch.Tensor | None = None,
+    ) -> tuple[LayerOutput, torch.Tensor]:
+        """Return (the attention of norm(x + residual), x + residual), the latter of all T tokens."""
+        qkv, total = self._qkv_proj.apply_after_norm(norm, x, residual)
+        return self._attend(qkv, rope, backend, logits_indices), total
+
+    def _attend(
+        self,
+        product: LinearOutput,
+        rope: RopeInputs,
+        backend: AttentionBackend,
+        logits_indices: torch.Tensor | None,
+    ) -> LayerOutput:
+        qkv, expand = split_deferred(product)
         norm_weights, norm_eps = (None, 0.0) if self._norm is None else (self._norm.weights, self._norm.eps)
         # Of the last layer's tokens that have no logits, only K and V are needed.
         if logits_indices is not None and len(logits_indices) == 0:

@@ -20,6 +20,7 @@ from skiff_runtime.layers.linear_weight import (
     make_weight,
 )
 from skiff_runtime.layers.lora import LinearOutput, LoraLayer, LoraModule
+from skiff_runtime.layers.norm import QuantizingRMSNorm
 from skiff_runtime.layers.partial_sum import ExchangedSum, LayerOutput, PartialProduct, PartialSum
 from skiff_runtime.layers.sharding import LayerContext, WeightShard, replicated_weight
 
@@ -79,6 +80,20 @@ class ColumnParallelLinear:
 
     def __call__(self, x: Activations) -> LinearOutput:
         return _apply(x, self.weight, self._lora, self.bias, self._padded_bias)
+
+    def apply_after_norm(
+        self, norm: QuantizingRMSNorm, x: LayerOutput, residual: torch.Tensor
+    ) -> tuple[LinearOutput, torch.Tensor]:
+        """Return (the product of norm(x + residual), x + residual), by one kernel where that is faster.
+
+        ``norm`` is one of this layer's context.
+        """
+        if isinstance(x, torch.Tensor) and not self._context.has_adapters:
+            fused = self.weight.fused_add_rms_norm(x, residual, norm.weight, norm.eps, self.bias)
+            if fused is not None:
+                return fused
+        normed, total = norm.add_and_normalize(x, residual, self.weight.unquantized)
+        return self(normed), total
 
     def fused_silu_and_mul(self, x: Activations) -> torch.Tensor | None:
         """Return SwiGLU's product [..., n] of the layer's two modules, gate and up, of n outputs each, by one kernel.

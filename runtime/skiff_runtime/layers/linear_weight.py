@@ -13,9 +13,11 @@ from skiff_runtime.kernels.fp8 import (
     ALIGNMENT,
     Activations,
     block_fp8_linear,
+    can_fuse_add_rms_norm,
     can_fuse_silu_and_mul,
     fp8_linear,
     fp8_linear_into,
+    fused_add_rms_norm_fp8_linear,
     fused_fp8_linear_silu_and_mul,
     quantize_activations,
     quantize_grouped_activations,
@@ -106,6 +108,20 @@ class LinearWeight(ABC):
         """Return ``silu_and_mul`` of ``apply``, bit for bit, by one kernel; ``None`` where there is none, or no faster one.
 
         The matrix is one of gate and up: [T, inputs] -> [T, outputs / 2].
+        """
+        return None
+
+    def fused_add_rms_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        norm_weight: torch.Tensor,
+        eps: float,
+        bias: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return (``apply`` of the RMSNorm of the sum, the sum) of x and residual [T, inputs], by one kernel.
+
+        Up to a rounding of the norm; ``None`` where there is no such kernel, or no faster one.
         """
         return None
 
@@ -211,6 +227,21 @@ class Fp8LinearWeight(LinearWeight):
         if isinstance(x, torch.Tensor):
             x = quantize_activations(x, self._scale_ub)
         return fused_fp8_linear_silu_and_mul(x, self.matrix, bias)
+
+    def fused_add_rms_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        norm_weight: torch.Tensor,
+        eps: float,
+        bias: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Normalize, quantize and multiply one token by a GEMV, if the matrix is small."""
+        if self._input_scales is not None or not can_fuse_add_rms_norm(x, residual, self.matrix):
+            return None
+        return fused_add_rms_norm_fp8_linear(
+            x, residual, norm_weight, eps, self.matrix, bias, bound=self._scale_ub
+        )
 
     def weight_shards(self, parts: Sequence[MatrixPart]) -> Iterator[WeightShard]:
         """Yield the shards of values and scales.

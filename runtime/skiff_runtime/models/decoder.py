@@ -45,10 +45,11 @@ class DecoderLayer:
         """
         if residual is None:
             residual = reduce_output(x)
-            normed = self._input_norm(residual)
+            x = self._attention(self._input_norm(residual), rope, backend, logits_indices)
         else:
-            normed, residual = self._input_norm.add_and_normalize(x, residual, self._attention.input_matrix)
-        x = self._attention(normed, rope, backend, logits_indices)
+            x, residual = self._attention.apply_after_norm(
+                self._input_norm, x, residual, rope, backend, logits_indices
+            )
         if logits_indices is not None:
             residual = residual.index_select(0, logits_indices)
         if len(x) == 0:  # not every device computes matrix products and collectives of zero rows

@@ -4,6 +4,7 @@ Shapes are those of served models: Qwen3-0.6B (16/8 heads), Llama-3.1-8B (32/8),
 whole service can judge (``shared_prefix``, ``prefill_choice``) are not among them.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +19,7 @@ from skiff_runtime.engine.shared_prefix import pack_work_items
 from skiff_runtime.kernels.activation import silu_and_mul
 from skiff_runtime.kernels.constants import FP8_BLOCK, INT4_UNIT
 from skiff_runtime.kernels.fp8 import (
+    add_rms_norm_quantize,
     can_fuse_silu_and_mul,
     fp8_linear,
     fused_fp8_linear_silu_and_mul,
@@ -45,6 +47,7 @@ from skiff_runtime.kernels.triton.attention.decode_attention import (
 )
 from skiff_runtime.kernels.triton.attention.fused_decode_attention import FusedDecodeAttention
 from skiff_runtime.kernels.triton.attention.prefill_attention import PrefillAttention
+from skiff_runtime.kernels.triton.fp8.add_rms_norm_gemv import add_rms_norm_fp8_gemv
 from skiff_runtime.kernels.triton.fp8.block_fp8_gemm import block_fp8_gemm, block_fp8_stream_k_gemm
 from skiff_runtime.kernels.triton.fp8.block_fp8_gemv import block_fp8_gemv
 from skiff_runtime.kernels.triton.fp8.fp8_gemv import fp8_gemv, quantizing_fp8_gemv
@@ -59,6 +62,7 @@ from skiff_runtime.kernels.tuning import (
     GemvTile,
     Int4GemvTile,
     MatrixTile,
+    NormGemvTile,
     PrefillAttentionTile,
     PreloadingGemvTile,
     StreamKTile,
@@ -369,6 +373,43 @@ def _quantizing_gemv(outputs: int, inputs: int) -> Workload:
         return lambda: [partial(quantizing_fp8_gemv, x, weight) for weight in weights]
 
     return Workload(f"{outputs} x {inputs}, quantizing", prepare)
+
+
+def _norm_gemv(outputs: int, inputs: int) -> Workload:
+    """Norms of one token, each with its product in one launch, one behind the other."""
+
+    def prepare(device: torch.device) -> Callable[[], Sequence[Launch]]:
+        x, norm_weight = _token_and_norm_weight(inputs, device)
+        weights = _fp8_weights(outputs, inputs, device)
+        return lambda: [
+            partial(add_rms_norm_fp8_gemv, x, x, norm_weight, 1e-6, weight, None, math.inf)
+            for weight in weights
+        ]
+
+    return Workload(f"{outputs} x {inputs}, behind a norm", prepare)
+
+
+def _norm_gemv_or_not(outputs: int, inputs: int) -> Workload:
+    """The norm of one token and its product, in one launch and in two."""
+
+    def prepare(device: torch.device) -> Callable[[], Sequence[Launch]]:
+        x, norm_weight = _token_and_norm_weight(inputs, device)
+        weights = _fp8_weights(outputs, inputs, device)
+        return lambda: [
+            lambda: [
+                add_rms_norm_fp8_gemv(x, x, norm_weight, 1e-6, weight, None, math.inf) for weight in weights
+            ],
+            lambda: [
+                fp8_gemv(add_rms_norm_quantize(x, x, norm_weight, 1e-6)[0], weight) for weight in weights
+            ],
+        ]
+
+    return Workload(f"{outputs} x {inputs}, behind a norm", prepare)
+
+
+def _token_and_norm_weight(inputs: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(1, inputs, dtype=DTYPE, device=device)
+    return x, torch.ones(inputs, dtype=DTYPE, device=device)
 
 
 def _preloading_fp8_gemv_or_not(outputs: int, inputs: int) -> Workload:
@@ -753,6 +794,20 @@ TUNABLES: Final = (
             _preloading_fp8_gemv_or_not(4096, 8192),
             _preloading_fp8_gemv_or_not(8192, 8192),
         ),
+        True,
+    ),
+    Tunable(
+        "fp8_gemv.norm_tile",
+        tuple(
+            NormGemvTile(rows, inputs)
+            for rows, inputs in ((4, 512), (4, 1024), (8, 512), (8, 1024), (8, 2048), (16, 512), (16, 1024))
+        ),
+        (_norm_gemv(5120, 2048), _norm_gemv(6144, 4096)),
+    ),
+    Tunable(
+        "fp8_gemv.max_normed_weights",
+        (12 << 20, 25 << 20),
+        (_norm_gemv_or_not(5120, 2048), _norm_gemv_or_not(6144, 4096)),
         True,
     ),
     *(

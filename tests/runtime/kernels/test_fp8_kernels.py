@@ -18,7 +18,8 @@ from skiff_runtime.kernels.fp8_tensors import (
     empty_fp8_weight,
     quantize_rows,
 )
-from skiff_runtime.kernels.triton.fp8 import quantize, stream_k_gemm
+from skiff_runtime.kernels.triton.fp8 import add_rms_norm_gemv, quantize, stream_k_gemm
+from skiff_runtime.kernels.triton.fp8.add_rms_norm_gemv import add_rms_norm_fp8_gemv
 from skiff_runtime.kernels.triton.fp8.fp8_gemv import (
     can_quantize,
     fp8_gemv,
@@ -29,6 +30,7 @@ from skiff_runtime.kernels.triton.fp8.fp8_gemv import (
 from skiff_runtime.kernels.triton.norm_act.silu_and_mul import silu_and_mul
 from skiff_runtime.kernels.tuning import (
     FP8GemvTile,
+    NormGemvTile,
     PreloadingGemvTile,
     StreamKTile,
     overridden,
@@ -127,6 +129,40 @@ def test_fp8_gemv_quantizes_to_the_bits_of_a_launch_that_does(dtype: torch.dtype
     for bound in (math.inf, 20.0):
         expected = fp8_gemv(quantize.quantize_activations(x, bound), weight)
         assert torch.equal(quantizing_fp8_gemv(x, weight, bound=bound), expected)
+
+
+@pytest.mark.parametrize("outputs, inputs", [(1, 16), (6, 208), (19, 1312)])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("bound", [math.inf, 0.5])
+def test_fp8_gemv_behind_a_norm_does_what_two_launches_do(
+    outputs: int, inputs: int, bias: bool, bound: float
+) -> None:
+    x, residual = (noise(1, inputs, dtype=torch.bfloat16, seed=seed) for seed in (3, 4))
+    norm_weight, weight = noise(inputs, dtype=torch.bfloat16, seed=5), make_weight(outputs, inputs)
+    added = noise(outputs, dtype=torch.bfloat16, seed=2) if bias else None
+    quantized, total = quantize.add_rms_norm_quantize(x, residual, norm_weight, 1e-3, bound)
+    expected = exact_product(quantized, weight, added)
+    for tile in (NormGemvTile(2, 256), NormGemvTile(8, 1024)):
+        product, own_total = add_rms_norm_fp8_gemv(
+            x, residual, norm_weight, 1e-3, weight, added, bound, tile=tile
+        )
+        assert torch.equal(own_total, total)
+        assert product.shape == (1, outputs) and product.dtype == torch.bfloat16
+        # On a GPU some sums are made in float16, and a rounding of the norm may differ.
+        tolerance = (1 if DEVICE.type == "cpu" else 2) * TOLERANCE[torch.bfloat16]
+        assert error(product, expected) < tolerance
+
+
+def test_norms_that_one_program_can_hold_are_part_of_the_gemv() -> None:
+    token, several = torch.empty(1, 64, dtype=torch.bfloat16), torch.empty(2, 64, dtype=torch.bfloat16)
+    assert add_rms_norm_gemv.supports(token, token)
+    assert not add_rms_norm_gemv.supports(several, several)
+    assert not add_rms_norm_gemv.supports(token.half(), token.half())
+    tuning = tuning_for(DEVICE)
+    with overridden(replace(tuning, fp8_gemv=replace(tuning.fp8_gemv, max_normed_weights=16 * 8192))):
+        assert add_rms_norm_gemv.is_fusion_profitable(make_weight(16, 8192))
+        assert not add_rms_norm_gemv.is_fusion_profitable(make_weight(17, 8192))
+        assert not add_rms_norm_gemv.is_fusion_profitable(make_weight(1, 8208))
 
 
 def test_single_tokens_of_two_bytes_are_quantized_by_the_gemv() -> None:

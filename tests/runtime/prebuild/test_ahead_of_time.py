@@ -205,9 +205,12 @@ def test_all_ranks_launch_the_same_kernels(by_rank: dict[tuple[int, int], list[L
 
 
 def test_all_ranks_launch_the_same_fp8_kernels(tmp_path: Path) -> None:
+    """A single rank completes no sum, so norms are part of the products behind them."""
     model = make_model(tmp_path, "qwen3")
-    first, second = launches(model, (2, 0), (2, 1), quantization="fp8")
+    single, first, second = launches(model, (1, 0), (2, 0), (2, 1), quantization="fp8")
     assert first == second and first
+    kernel = "add_rms_norm_fp8_gemv_kernel"
+    assert constants(single, kernel, "INPUTS") == {(64,)} and not constants(first, kernel, "INPUTS")
     quantizing = {name.replace("norm_kernel", "norm_quantize_kernel") for name in FUSED_SUMS}
     assert {launch[0] for launch in first} >= quantizing | FUSED_SUMS
 

@@ -18,17 +18,10 @@ import torch
 import triton
 import triton.language as tl
 
-from skiff_runtime.kernels.fp8_tensors import FP16_DOWNSCALE, FP8Weight, QuantizedActivations
+from skiff_runtime.kernels.fp8_tensors import FP8Weight, QuantizedActivations
 from skiff_runtime.kernels.triton.fp8 import fused_quantize
 from skiff_runtime.kernels.triton.fp8.dequantize import dot_fp8x8, supports_fp8_ptx
-from skiff_runtime.kernels.triton.fp8.fused_quantize import (
-    arange_for_x8,
-    load_int64,
-    load_x8,
-    max_abs_x8,
-    quantize_x4,
-)
-from skiff_runtime.kernels.triton.fp8.quantize import compute_scale
+from skiff_runtime.kernels.triton.fp8.preloaded_rows import dot_rows, load_rows, load_token, quantize_token
 from skiff_runtime.kernels.triton.norm_act.silu_and_mul import multiply_by_silu
 from skiff_runtime.kernels.triton.runtime.dependent_launch import (
     launch_dependents,
@@ -40,7 +33,6 @@ from skiff_runtime.kernels.tuning import FP8GemvTile, PreloadingGemvTile, tuning
 
 EIGHT: Final = tl.constexpr(8)
 """FP8 numbers in an int64, in which they are loaded."""
-_FP16_DOWNSCALE = tl.constexpr(FP16_DOWNSCALE)
 
 
 @triton.jit
@@ -134,50 +126,22 @@ def preloading_fp8_gemv_kernel(
     LOADED: tl.constexpr = 2 * ROWS if GATED else ROWS
     INPUT_DTYPE: tl.constexpr = x.dtype.element_ty
     first_row = tl.program_id(0) * ROWS
-    run = arange_for_x8(RUN)
-    rows, loaded, row_scales, biases = no_tensors(), no_tensors(), no_tensors(), no_tensors()
+    rows, row_scales, biases = no_tensors(), no_tensors(), no_tensors()
     for i in tl.static_range(LOADED):
         # The last rows may not exist; what they give is not stored. Those of up lie behind those of gate.
         rows += (tl.minimum(first_row + i % ROWS, outputs - 1) + i // ROWS * outputs,)
-    for first in tl.static_range(0, EIGHTS, RUN):
-        at = first + run
-        inside = None if EIGHTS % RUN == 0 else at < EIGHTS
-        for i in tl.static_range(LOADED):
-            source = (weight + rows[i].to(tl.int64) * weight_stride).to(tl.pointer_type(tl.int64))
-            loaded += (load_int64(source + at, inside),)
+    loaded = load_rows(weight, weight_stride, rows, EIGHTS, RUN)
     for i in tl.static_range(LOADED):
         row_scales += (tl.load(scales + rows[i]),)
         if HAS_BIAS:
             biases += (tl.load(bias + rows[i]),)
     wait_for_dependencies(PDL)
-    lows, highs = no_tensors(), no_tensors()
-    for first in tl.static_range(0, EIGHTS, RUN):
-        at = first + run
-        inside = None if EIGHTS % RUN == 0 else at < EIGHTS
-        low, high = load_x8(x.to(tl.pointer_type(tl.int64)), at, inside)
-        lows += (low,)
-        highs += (high,)
+    lows, highs = load_token(x, EIGHTS, RUN)
     if QUANTIZE:
-        largest = tl.zeros((RUN,), tl.float32)
-        for k in tl.static_range(len(lows)):
-            largest = tl.maximum(largest, max_abs_x8(lows[k], highs[k], INPUT_DTYPE, USE_PTX))
-        scale = compute_scale(tl.minimum(tl.max(largest, 0), bound))
-        reciprocal = tl.div_rn(1.0, scale)
-        scale *= _FP16_DOWNSCALE
+        lows, highs, scale = quantize_token(lows, highs, bound, INPUT_DTYPE, USE_PTX)
     else:
         scale = tl.load(x_scale)
-    accs = no_tensors()
-    for _ in tl.static_range(LOADED):
-        accs += (tl.zeros((RUN,), tl.float32),)
-    for k in tl.static_range(len(lows)):
-        x_low, x_high = lows[k], highs[k]
-        if QUANTIZE:
-            x_low = quantize_x4(x_low, reciprocal, INPUT_DTYPE, USE_PTX)
-            x_high = quantize_x4(x_high, reciprocal, INPUT_DTYPE, USE_PTX)
-        sums = no_tensors()
-        for i in tl.static_range(LOADED):
-            sums += (accs[i] + dot_fp8x8(loaded[k * LOADED + i], x_low, x_high, USE_PTX),)
-        accs = sums
+    accs = dot_rows(loaded, lows, highs, LOADED, USE_PTX)
     dtype = output.dtype.element_ty
     products = no_tensors()
     for i in tl.static_range(LOADED):
