@@ -95,8 +95,11 @@ def fused_decode_attention_kernel(
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
-    # From L2: without a wait, a line of an earlier step may still be in L1.
+    # From L2: without a wait, a line of an earlier step may still be in L1. The three loads are issued together, ahead of the
+    # branch below, because the loads of K and V wait for two of them.
     seq_len = tl.load(seq_lens + row, cache_modifier=EARLY)
+    slot = tl.load(slots + row, cache_modifier=EARLY).to(tl.int64)
+    location = tl.load(slot_mapping + row, cache_modifier=EARLY).to(tl.int64)
     newest = seq_len - 1
     first = 0
     if WINDOW > 0:
@@ -113,9 +116,7 @@ def fused_decode_attention_kernel(
         tl.store(lse + at_lse, tl.full((GROUP_BLOCK,), -float("inf"), tl.float32), lane < GROUP)
         return
     end = tl.minimum(begin + split_len, newest)  # of the tokens whose K and V are in the cache
-    slot = tl.load(slots + row, cache_modifier=EARLY).to(tl.int64)
     row_pages = page_table + slot * page_table_stride
-    location = tl.load(slot_mapping + row, cache_modifier=EARLY).to(tl.int64)
     column = tl.arange(0, DIM_BLOCK)
     half = tl.arange(0, HALF_BLOCK)
     in_head, in_half = column < DIM, half < HALF
