@@ -158,11 +158,12 @@ def test_norms_that_one_program_can_hold_are_part_of_the_gemv() -> None:
     assert add_rms_norm_gemv.supports(token, token)
     assert not add_rms_norm_gemv.supports(several, several)
     assert not add_rms_norm_gemv.supports(token.half(), token.half())
-    tuning = tuning_for(DEVICE)
-    with overridden(replace(tuning, fp8_gemv=replace(tuning.fp8_gemv, max_normed_weights=16 * 8192))):
-        assert add_rms_norm_gemv.is_fusion_profitable(make_weight(16, 8192))
-        assert not add_rms_norm_gemv.is_fusion_profitable(make_weight(17, 8192))
-        assert not add_rms_norm_gemv.is_fusion_profitable(make_weight(1, 8208))
+    tuning = tuning_for(DEVICE).fp8_gemv
+    widest = add_rms_norm_gemv.MAX_WARPS * tuning.norm_tile.inputs_per_warp
+    with overridden(replace(tuning_for(DEVICE), fp8_gemv=replace(tuning, max_normed_weights=16 * widest))):
+        assert add_rms_norm_gemv.is_fusion_profitable(make_weight(16, widest))
+        assert not add_rms_norm_gemv.is_fusion_profitable(make_weight(17, widest))
+        assert not add_rms_norm_gemv.is_fusion_profitable(make_weight(1, widest + 16))
 
 
 def test_single_tokens_of_two_bytes_are_quantized_by_the_gemv() -> None:

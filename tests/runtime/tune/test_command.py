@@ -28,7 +28,15 @@ def test_only_selects_fields_and_groups_and_refuses_other_names() -> None:
 
     assert select(TUNABLES, None) is TUNABLES
     paths = [tunable.path for tunable in select(TUNABLES, "fp8_gemv, sampling_warps")]
-    names = "tile", "long_tile", "fuse_silu_and_mul", "preloading_tile", "max_preloaded_weights"
-    assert paths == [*(f"fp8_gemv.{name}" for name in names), "sampling_warps"]
+    assert paths == [
+        "fp8_gemv.tile",
+        "fp8_gemv.long_tile",
+        "fp8_gemv.fuse_silu_and_mul",
+        "fp8_gemv.preloading_tile",
+        "fp8_gemv.max_preloaded_weights",
+        "fp8_gemv.norm_tile",
+        "fp8_gemv.max_normed_weights",
+        "sampling_warps",
+    ]
     with pytest.raises(ConfigError, match="'fp8'; choose from decode_attention"):
         select(TUNABLES, "gemv,fp8")
