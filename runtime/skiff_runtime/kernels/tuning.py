@@ -676,7 +676,8 @@ HOPPER: Final = Tuning(
         # or 4 warps are 2% to 5% behind, 8 warps 7%. FP8, 256 rows: 96.7 µs, 64 by 2 98.1, 128 by 8 129.5.
         throughput_tile=AttentionTile(tokens=128, warps=4, stages=3),
         # For more rows than ``max_fused_rows``, and where attention is a launch of its own for other reasons. Chosen by
-        # whole steps of batch 1 before there was ``fused_tile`` (ms for eight layers of Llama-3.1-8B; of Qwen3-14B in FP8): 1.180; 1.230.
+        # whole steps of batch 1 before there was ``fused_tile``: 1.180 ms for eight layers of Llama-3.1-8B; 1.230 of
+        # Qwen3-14B in FP8.
         # 64 tokens by 2 warps in 3 stages is faster by itself (5.1 instead of 5.4 µs) and slower in a step (1.206;
         # 1.271), because its 96 KiB of shared memory are not free beside the kernel ahead.
         latency_tile=AttentionTile(tokens=64, warps=4, stages=2),

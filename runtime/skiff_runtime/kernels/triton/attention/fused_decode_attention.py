@@ -95,8 +95,7 @@ def fused_decode_attention_kernel(
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
-    # From L2: without a wait, a line of an earlier step may still be in L1. The three loads are issued together, ahead of the
-    # branch below, because the loads of K and V wait for two of them.
+    # From L2: without a wait, a line of an earlier step may still be in L1.
     seq_len = tl.load(seq_lens + row, cache_modifier=EARLY)
     slot = tl.load(slots + row, cache_modifier=EARLY).to(tl.int64)
     location = tl.load(slot_mapping + row, cache_modifier=EARLY).to(tl.int64)
@@ -107,14 +106,6 @@ def fused_decode_attention_kernel(
     split_len = tl.cdiv(tl.cdiv(seq_len - first, splits), BLOCK) * BLOCK
     begin = first + split * split_len
     has_newest = (begin <= newest) & (newest < begin + split_len)
-    if (
-        not SINGLE_SPLIT and begin >= seq_len
-    ):  # an empty split: its weight is zero, and its partials are not read
-        wait_for_dependencies(PDL)
-        lane = tl.arange(0, GROUP_BLOCK)
-        at_lse = ((row * KV + kv_head) * GROUP + lane) * max_splits + split
-        tl.store(lse + at_lse, tl.full((GROUP_BLOCK,), -float("inf"), tl.float32), lane < GROUP)
-        return
     end = tl.minimum(begin + split_len, newest)  # of the tokens whose K and V are in the cache
     row_pages = page_table + slot * page_table_stride
     column = tl.arange(0, DIM_BLOCK)
@@ -182,9 +173,12 @@ def fused_decode_attention_kernel(
     if SINGLE_SPLIT:
         tl.store(output + at[:, None] * DIM + column[None, :], acc, is_result)
     else:
+        # An empty split has the weight zero, and its partials are not read. To end it early is slower: the loads of all
+        # other splits would wait for the branch.
         at = at * max_splits + split
-        tl.store(partials + at[:, None] * DIM + column[None, :], acc, is_result)
-        tl.store(lse + at, m_i + tl.log2(l_i), group < GROUP)
+        not_empty = begin < seq_len
+        tl.store(partials + at[:, None] * DIM + column[None, :], acc, is_result & not_empty)
+        tl.store(lse + at, tl.where(not_empty, m_i + tl.log2(l_i), -float("inf")), group < GROUP)
 
 
 @triton.jit
@@ -251,8 +245,8 @@ class FusedDecodeAttention:
     ) -> None:
         """Prepare launches for ``qkv`` [R, (heads + 2 * kv_heads) * d] and a ``pool``, and for all layers like these.
 
-        ``rope``, the same in all these layers, has one token for each row, the last of its ``seq_lens`` tokens. ``norm_eps`` is that of QK norm, None for
-        models without. Everything else is as ``DecodeAttention`` takes it.
+        ``rope``, the same in all these layers, has one token for each row, the last of its ``seq_lens`` tokens.
+        ``norm_eps`` is that of QK norm, None for models without. Everything else is as ``DecodeAttention`` takes it.
         """
         (kv, dim), rows = pool[0].shape[1:], len(qkv)
         group = qkv.shape[1] // (kv * dim) - 2
