@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from kernel_device import TOLERANCE, error
+from weight_shards import fill_shard
 
 from skiff_runtime.kernels.fp8 import fp8_linear, fp8_linear_into, quantize_activations
 from skiff_runtime.kernels.fp8_tensors import (
@@ -105,13 +106,7 @@ def test_small_projection_and_the_norm_before_it_are_one_launch(
         inputs, [ModuleShard("q_proj", outputs, 0, outputs)], bias=bias, context=context
     )
     for seed, shard in enumerate(layer.weight_shards("")):
-        values = noise(*shard.target.shape, dtype=torch.float32, seed=seed)
-        if shard.scales is None:
-            shard.target.copy_(values)
-        else:
-            quantized, scales = quantize_rows(values)
-            shard.target.copy_(quantized)
-            shard.scales.copy_(scales)
+        fill_shard(shard, noise(*shard.target.shape, dtype=torch.float32, seed=seed))
     tuning = tuning_for(torch.device("cuda", 0))
     for tokens in (1, 2):
         x, residual = (noise(tokens, inputs, dtype=torch.bfloat16, seed=seed) for seed in (3, 4))

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 from kernel_device import DEVICE, noise
+from weight_shards import fill_shard
 
 from skiff_runtime.config import QuantizationOption
-from skiff_runtime.kernels.fp8_tensors import quantize_rows
 from skiff_runtime.kernels.tuning import overridden, tuning_for
 from skiff_runtime.layers.mlp import GatedMLP
 from skiff_runtime.layers.sharding import LayerContext
@@ -29,13 +29,8 @@ def make_mlp(
         context=LayerContext(dtype, torch.device("cuda", 0), quantization=quantization),
     )
     for seed, shard in enumerate(mlp.weight_shards("mlp.")):
-        values = noise(*shard.target.shape, dtype=torch.float32, seed=seed) * (2 / shard.shape[-1] ** 0.5)
-        if shard.scales is None:
-            shard.target.copy_(values)
-        else:
-            quantized, scales = quantize_rows(values)
-            shard.target.copy_(quantized)
-            shard.scales.copy_(scales)
+        values = noise(*shard.target.shape, dtype=torch.float32, seed=seed)
+        fill_shard(shard, values * (2 / shard.shape[-1] ** 0.5))
     return mlp
 
 

@@ -174,11 +174,8 @@ def _decode_layer(heads: _Heads, hidden: int, length: int, *, fp8: bool = False)
 
     def prepare(device: torch.device) -> Callable[[], Sequence[Launch]]:
         make_attention = attention.prepare(device)
-        outputs, inner = (heads.query + 2 * heads.kv) * heads.dim, heads.query * heads.dim
-        x, y = (torch.randn(1, inputs, dtype=DTYPE, device=device) for inputs in (hidden, inner))
-        count = _sets(2 * (outputs * hidden + hidden * inner))
-        ahead = [torch.randn(outputs, hidden, dtype=DTYPE, device=device) for _ in range(count)]
-        behind = [torch.randn(hidden, inner, dtype=DTYPE, device=device) for _ in range(count)]
+        ahead, behind = _products_beside(heads, hidden, device)
+        x, y = (torch.randn(1, inputs, dtype=DTYPE, device=device) for inputs in (hidden, behind[0].shape[1]))
 
         def make_launches() -> Sequence[Launch]:
             attend = make_attention()
@@ -188,7 +185,7 @@ def _decode_layer(heads: _Heads, hidden: int, length: int, *, fp8: bool = False)
                 attend[index % len(attend)]()
                 gemv(y, behind[index])
 
-            return [partial(run, index) for index in range(count)]
+            return [partial(run, index) for index in range(len(ahead))]
 
         return make_launches
 
@@ -199,14 +196,11 @@ def _fused_decode_layer(heads: _Heads, hidden: int, length: int) -> Workload:
     """``_decode_layer`` with QK norm and RoPE, which are a part of the launch of attention."""
 
     def prepare(device: torch.device) -> Callable[[], Sequence[Launch]]:
-        outputs, inner = (heads.query + 2 * heads.kv) * heads.dim, heads.query * heads.dim
+        ahead, behind = _products_beside(heads, hidden, device)
         x = torch.randn(1, hidden, dtype=DTYPE, device=device)
-        count = _sets(2 * (outputs * hidden + hidden * inner))
-        ahead = [torch.randn(outputs, hidden, dtype=DTYPE, device=device) for _ in range(count)]
-        behind = [torch.randn(hidden, inner, dtype=DTYPE, device=device) for _ in range(count)]
         pages = -(-length // PAGE_SIZE)
         shape = (2, pages * PAGE_SIZE, heads.kv, heads.dim)
-        caches = [torch.randn(shape, dtype=DTYPE, device=device) for _ in range(count)]
+        caches = [torch.randn(shape, dtype=DTYPE, device=device) for _ in ahead]
         table = torch.arange(pages, dtype=torch.int32, device=device)[None]
         slots, lengths = (torch.full((1,), each, dtype=torch.int32, device=device) for each in (0, length))
         cos_sin = torch.randn(length, 2, heads.dim, dtype=DTYPE, device=device)
@@ -215,22 +209,32 @@ def _fused_decode_layer(heads: _Heads, hidden: int, length: int) -> Workload:
         rows = DecodeRows(slots, table, lengths, PAGE_SIZE)
 
         def make_launches() -> Sequence[Launch]:
-            qkv = torch.empty(1, outputs, dtype=DTYPE, device=device)
+            qkv = torch.empty(1, len(ahead[0]), dtype=DTYPE, device=device)
             pool = caches[0][0], caches[0][1]
             attend = FusedDecodeAttention(qkv, pool, rows, rope, 1e-6, max_seq_len=MAX_SEQ_LEN)
 
             def run(index: int) -> None:
                 keys, values = caches[index]
                 attended = attend(gemv(x, ahead[index]), weights, (keys, values))
-                gemv(attended.view(1, inner), behind[index])
+                gemv(attended.flatten(1), behind[index])
 
-            return [partial(run, index) for index in range(count)]
+            return [partial(run, index) for index in range(len(ahead))]
 
         return make_launches
 
     return Workload(
         f"{heads}, one row of {length} tokens with QK norm and RoPE, and the products beside it", prepare
     )
+
+
+def _products_beside(
+    heads: _Heads, hidden: int, device: torch.device
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return the QKV matrices [outputs, hidden] of some layers, and their output matrices [hidden, inputs]."""
+    outputs, inner = (heads.query + 2 * heads.kv) * heads.dim, heads.query * heads.dim
+    count = _sets(2 * (outputs * hidden + hidden * inner))
+    ahead = [torch.randn(outputs, hidden, dtype=DTYPE, device=device) for _ in range(count)]
+    return ahead, [torch.randn(hidden, inner, dtype=DTYPE, device=device) for _ in range(count)]
 
 
 def _prefill(heads: _Heads, tokens: int, start: int) -> Workload:

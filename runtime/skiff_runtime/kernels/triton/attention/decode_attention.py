@@ -447,7 +447,6 @@ class DecodeAttention:
             max_splits,
             seq_lens if shared is None else shared.prefix_splits,
             has_prefixes=shared is not None,
-            device=queries.device,
         )
 
     def __call__(self, queries: torch.Tensor, pool: LayerKV, output: torch.Tensor) -> None:
@@ -473,7 +472,6 @@ class SplitMerge:
         prefix_splits: torch.Tensor,
         *,
         has_prefixes: bool = False,
-        device: torch.device,
     ) -> None:
         """``shape`` is (R, heads, d); the others are as ``merge_splits_kernel`` takes them."""
         rows, heads, dim = shape
@@ -491,7 +489,7 @@ class SplitMerge:
                 SPLITS_BLOCK=triton.next_power_of_2(max_splits),
                 HAS_PREFIXES=has_prefixes,
                 num_warps=1,
-                **pdl_options(device),
+                **pdl_options(prefix_splits.device),
             )
 
     def empty_partials(self, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -261,7 +261,7 @@ class FusedDecodeAttention:
             decode_rows.page_table,
             decode_rows.seq_lens,
         )
-        self._merge = SplitMerge(self._shape, splits, splits, decode_rows.seq_lens, device=qkv.device)
+        self._merge = SplitMerge(self._shape, splits, splits, decode_rows.seq_lens)
         self._attend = CachedLaunch(
             fused_decode_attention_kernel,
             (kv, splits, rows),

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from skiff_runtime.kernels.fp8_tensors import FP8Weight
 from skiff_runtime.kernels.triton.fp8.dequantize import supports_fp8_ptx
-from skiff_runtime.kernels.triton.fp8.fused_quantize import arange_for_x8
+from skiff_runtime.kernels.triton.fp8.fused_quantize import UNPACK_BF16_PTX, arange_for_x8
 from skiff_runtime.kernels.triton.fp8.preloaded_rows import dot_rows, load_rows, load_token, quantize_token
 from skiff_runtime.kernels.triton.runtime.dependent_launch import (
     launch_dependents,
@@ -30,6 +30,49 @@ from skiff_runtime.kernels.tuning import NormGemvTile, tuning_for
 COLUMNS_PER_WARP: Final = 512
 """Of a run; two eights a thread."""
 MAX_WARPS: Final = 8
+_ADD_PTX = tl.constexpr(
+    """
+        {
+        .reg .b32 a, b, c, d;
+        .reg .f32 v0, v1, v2, v3;
+        mov.b64 {a, b}, $2;
+        mov.b64 {c, d}, $3;
+        add.rn.bf16x2 a, a, c;
+        add.rn.bf16x2 b, b, d;
+        mov.b64 $0, {a, b};
+        """
+    + UNPACK_BF16_PTX
+    + """
+        mul.rn.f32 v0, v0, v0;
+        fma.rn.f32 v0, v1, v1, v0;
+        mul.rn.f32 v2, v2, v2;
+        fma.rn.f32 v2, v3, v3, v2;
+        add.rn.f32 $1, v0, v2;
+        }
+        """
+)
+_NORMALIZE_PTX = tl.constexpr(
+    """
+        {
+        .reg .b32 a, b, c, d;
+        .reg .f32 v0, v1, v2, v3;
+        mov.b64 {a, b}, $1;
+        """
+    + UNPACK_BF16_PTX
+    + """
+        mul.rn.f32 v0, v0, $3;
+        mul.rn.f32 v1, v1, $3;
+        mul.rn.f32 v2, v2, $3;
+        mul.rn.f32 v3, v3, $3;
+        cvt.rn.bf16x2.f32 a, v1, v0;
+        cvt.rn.bf16x2.f32 b, v3, v2;
+        mov.b64 {c, d}, $2;
+        mul.rn.bf16x2 a, a, c;
+        mul.rn.bf16x2 b, b, d;
+        mov.b64 $0, {a, b};
+        }
+        """
+)
 
 
 @triton.jit
@@ -120,30 +163,7 @@ def add_x4(x: tl.tensor, residual: tl.tensor, USE_PTX: tl.constexpr) -> tuple[tl
     """Add the four bfloat16 numbers in each int64; return the sums, rounded, and float32, the sum of their squares."""
     if USE_PTX:
         total, squares = tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 a, b, c, d;
-            .reg .f32 v0, v1, v2, v3;
-            mov.b64 {a, b}, $2;
-            mov.b64 {c, d}, $3;
-            add.rn.bf16x2 a, a, c;
-            add.rn.bf16x2 b, b, d;
-            mov.b64 $0, {a, b};
-            shl.b32 c, a, 16;
-            and.b32 a, a, 0xFFFF0000;
-            shl.b32 d, b, 16;
-            and.b32 b, b, 0xFFFF0000;
-            mov.b32 v0, c;
-            mov.b32 v1, a;
-            mov.b32 v2, d;
-            mov.b32 v3, b;
-            mul.rn.f32 v0, v0, v0;
-            fma.rn.f32 v0, v1, v1, v0;
-            mul.rn.f32 v2, v2, v2;
-            fma.rn.f32 v2, v3, v3, v2;
-            add.rn.f32 $1, v0, v2;
-            }
-            """,
+            _ADD_PTX,
             "=l,=f,l,l",
             [x, residual],
             dtype=(tl.int64, tl.float32),
@@ -166,31 +186,7 @@ def normalize_x4(x: tl.tensor, weight: tl.tensor, norm_scale: tl.tensor, USE_PTX
     """Multiply the four bfloat16 numbers in each int64 by ``norm_scale``, float32, and by those of ``weight``; round twice."""
     if USE_PTX:
         normed = tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 a, b, c, d;
-            .reg .f32 v0, v1, v2, v3;
-            mov.b64 {a, b}, $1;
-            shl.b32 c, a, 16;
-            and.b32 a, a, 0xFFFF0000;
-            shl.b32 d, b, 16;
-            and.b32 b, b, 0xFFFF0000;
-            mov.b32 v0, c;
-            mov.b32 v1, a;
-            mov.b32 v2, d;
-            mov.b32 v3, b;
-            mul.rn.f32 v0, v0, $3;
-            mul.rn.f32 v1, v1, $3;
-            mul.rn.f32 v2, v2, $3;
-            mul.rn.f32 v3, v3, $3;
-            cvt.rn.bf16x2.f32 a, v1, v0;
-            cvt.rn.bf16x2.f32 b, v3, v2;
-            mov.b64 {c, d}, $2;
-            mul.rn.bf16x2 a, a, c;
-            mul.rn.bf16x2 b, b, d;
-            mov.b64 $0, {a, b};
-            }
-            """,
+            _NORMALIZE_PTX,
             "=l,l,l,f",
             [x, weight, norm_scale],
             dtype=tl.int64,

@@ -22,6 +22,17 @@ VALUES_PER_THREAD: Final = 64
 MAX_WARPS: Final = 8
 _FP8_MAX = tl.constexpr(FP8_MAX)
 _FP16_DOWNSCALE = tl.constexpr(FP16_DOWNSCALE)
+UNPACK_BF16_PTX: Final = """
+        shl.b32 c, a, 16;
+        and.b32 a, a, 0xFFFF0000;
+        shl.b32 d, b, 16;
+        and.b32 b, b, 0xFFFF0000;
+        mov.b32 v0, c;
+        mov.b32 v1, a;
+        mov.b32 v2, d;
+        mov.b32 v3, b;
+    """
+"""Converts the four bfloat16 numbers in registers a and b to float32 in v0 to v3; overwrites a to d."""
 
 
 def _quantize_ptx(unpack: str) -> tl.constexpr:
@@ -53,18 +64,7 @@ def _quantize_ptx(unpack: str) -> tl.constexpr:
     )
 
 
-_QUANTIZE_BF16 = _quantize_ptx(
-    """
-        shl.b32 c, a, 16;
-        and.b32 a, a, 0xFFFF0000;
-        shl.b32 d, b, 16;
-        and.b32 b, b, 0xFFFF0000;
-        mov.b32 v0, c;
-        mov.b32 v1, a;
-        mov.b32 v2, d;
-        mov.b32 v3, b;
-    """
-)
+_QUANTIZE_BF16 = _quantize_ptx(UNPACK_BF16_PTX)
 _QUANTIZE_FP16 = _quantize_ptx(
     """
         mov.b32 {h0, h1}, a;
