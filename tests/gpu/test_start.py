@@ -2,6 +2,7 @@
 
 import json
 import os
+import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -20,11 +21,13 @@ from serving_engine import Served, serve_on_rank
 
 from skiff_runtime.engine import engine as engine_module
 from skiff_runtime.engine import memory_profile
+from skiff_runtime.engine.decode_graph import DecodeGraphRunner, GraphPart
 from skiff_runtime.engine.engine import Engine
 from skiff_runtime.engine.free_memory import allocatable_bytes
 from skiff_runtime.engine.graph_captures import CaptureTask
 from skiff_runtime.engine.graph_memory import GraphMemory, MemoryProfile
 from skiff_runtime.engine.memory_profile_cache import FOLDER
+from skiff_runtime.engine.step_output import StepOutput
 from skiff_runtime.messages import GenerateRequest, SamplingSpec
 from skiff_runtime.scheduler import capture_schedule
 
@@ -210,6 +213,32 @@ def test_only_the_largest_and_small_decode_graphs_are_captured_before_ready(mode
     assert captured[0] == ROWS
     assert sorted(set(captured[1:])) == [1, 2, 4, 8]
     assert pending > 10
+
+
+def test_results_of_steps_may_be_dropped_during_a_capture(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scheduler's thread drops them at any time, and the next step allocates pinned memory."""
+    engine = make_engine(model, **SETTINGS, **OPTIONS)
+    engine.warmup(defer_captures=True)
+    compute = DecodeGraphRunner.compute
+
+    def output() -> StepOutput:
+        return StepOutput(torch.arange(ROWS, dtype=torch.int32, device="cuda"))
+
+    def drop_and_compute(runner: DecodeGraphRunner, part: GraphPart) -> torch.Tensor:
+        if torch.cuda.is_current_stream_capturing():
+            dropping = threading.Thread(target=outputs.clear)
+            dropping.start()
+            dropping.join()
+        return compute(runner, part)
+
+    monkeypatch.setattr(DecodeGraphRunner, "compute", drop_and_compute)
+    outputs = [engine._thread.submit(output).result() for _ in range(3)]
+    engine._thread.submit(engine._captures.capture_deferred).result()
+    assert not outputs
+    assert engine._thread.submit(output).result().result().tokens.tolist() == list(range(ROWS))
+    engine.close()
 
 
 def test_lack_of_memory_while_serving_gives_captures_up(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

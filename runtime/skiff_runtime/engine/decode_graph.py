@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from skiff_runtime.attention.base import AttentionBatch
+from skiff_runtime.engine.capture_stream import capture_stream
 from skiff_runtime.engine.forward_pass import ForwardPass
 from skiff_runtime.engine.graph_captures import CaptureTask
 from skiff_runtime.engine.graph_memory import NO_GRAPH_MEMORY, GraphMemory
@@ -147,8 +148,7 @@ class DecodeGraphRunner:
     def capture_tasks(self, memory: GraphMemory = NO_GRAPH_MEMORY) -> list[CaptureTask]:
         """Return the tasks that capture the graphs, the largest first; they need the profiled ``memory``.
 
-        All of them must run on one stream, which must not be the default one. The largest must run first, because the
-        others then fit into its memory.
+        The largest must run first, because the others then fit into its memory.
         """
         keys = sorted(self.graph_keys, reverse=True)
         return [
@@ -171,10 +171,11 @@ class DecodeGraphRunner:
             self.compute(part)  # compiles, and lets libraries set up what they must not under capture
             torch.cuda.current_stream().synchronize()
             graph = torch.cuda.CUDAGraph()
-            # "thread_local": other threads, such as NCCL's watchdog, may call CUDA during the capture.
-            graph.capture_begin(pool=self._memory_pool, capture_error_mode="thread_local")
-            self._results[part] = self.compute(part)
-            graph.capture_end()
+            with torch.cuda.stream(capture_stream(self._pass.device)):
+                # "thread_local": other threads, such as NCCL's watchdog, may call CUDA during the capture.
+                graph.capture_begin(pool=self._memory_pool, capture_error_mode="thread_local")
+                self._results[part] = self.compute(part)
+                graph.capture_end()
             self._memory_pool = graph.pool()
             self._graphs[part] = graph
 

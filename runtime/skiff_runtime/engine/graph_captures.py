@@ -28,7 +28,7 @@ class CaptureTask:
 
     Attributes:
         size: padded number of rows or tokens.
-        capture: captures them on the current stream, which must not be the default one.
+        capture: captures them, once it has run the same work on the current stream.
         needed_bytes: memory that it takes at most.
     """
 

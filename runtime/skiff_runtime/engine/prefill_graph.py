@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from skiff_runtime.attention.base import AttentionBackend, AttentionBatch
+from skiff_runtime.engine.capture_stream import capture_stream
 from skiff_runtime.engine.forward_pass import HiddenStates
 from skiff_runtime.engine.graph_captures import CaptureTask
 from skiff_runtime.engine.graph_memory import NO_GRAPH_MEMORY, GraphMemory
@@ -104,9 +105,10 @@ class PrefillGraphRunner:
         torch.cuda.current_stream().synchronize()
         self._prepare_lora(no_adapters, size)  # each mapping holds for one computation
         pieces = _PiecewiseCapture(self._runner.backend, self, size, self._memory_pool)
-        pieces.begin()
-        self._compute(size, pieces)
-        pieces.end()
+        with torch.cuda.stream(capture_stream(self._runner.device)):
+            pieces.begin()
+            self._compute(size, pieces)
+            pieces.end()
         self._memory_pool = pieces.memory_pool
         self._graphs[size, lora] = pieces.graphs
 
