@@ -28,6 +28,8 @@ GPU_SUITES := tests/gpu tests/runtime/kernels \
 TP_SUITES := $(addprefix tests/gpu/test_,tensor_parallel.py all_reduce.py sharded_sampling.py request_parameters.py soak.py rank_faults.py \
 	rank_start_faults.py) \
 	tests/runtime/engine/test_parity_transformers.py tests/runtime/engine/test_lora.py tests/runtime/serve/test_lora.py tests/runtime/offline/test_llm_endings.py tests/runtime/offline/test_embeddings.py
+# FlashInfer compiles a kernel at its first use, which takes minutes where other processes compile, too.
+GPU_PYTEST := SKIFF_TEST_DEVICE=cuda $(PYTEST) --timeout 900
 TRAFFIC_REQUESTS ?= 100000
 TRAFFIC_RATE ?= 40
 TRAFFIC_REPORTS ?= dist/traffic
@@ -101,11 +103,11 @@ soak: setup ## Faults, 100,000 requests, hostile bodies, alone against crowded: 
 
 gpu-test: setup ## On a GPU: kernels against float64, engine and services against transformers, 20,000 requests
 	$(GPU_PIP) --editable '.[gpu]'
-	SKIFF_TEST_DEVICE=cuda $(PYTEST) -m "not soak" $(GPU_SUITES) $(PYTEST_ARGS)
+	$(GPU_PYTEST) -m "not soak" $(GPU_SUITES) $(PYTEST_ARGS)
 
 tp-test: setup ## On two GPUs or more: several ranks against one and transformers, faults of ranks, 20,000 requests
 	$(GPU_PIP) --editable '.[gpu]'
-	SKIFF_TEST_DEVICE=cuda $(PYTEST) -m "not soak and not matrix" $(TP_SUITES) $(PYTEST_ARGS)
+	$(GPU_PYTEST) -m "not soak and not matrix" $(TP_SUITES) $(PYTEST_ARGS)
 
 gpu-bench: setup ## Offline throughput on a GPU, by the shapes of known models with random weights: no download
 	$(GPU_PIP) --editable '.[gpu]'
