@@ -1,7 +1,7 @@
 """Compiles what a function launches, for an architecture whose GPU need not be there; run by ``run_compiling``.
 
-For each line of JSON, the name of a case below and its number, it prints as JSON the PTX and TTGIR of each kernel that
-the case launches, by the kernel's name.
+For each line of JSON, the name of a case below, its number and perhaps an architecture, it prints as JSON the PTX and TTGIR
+of each kernel that the case launches, by the kernel's name.
 """
 
 import json
@@ -34,7 +34,7 @@ ARCHITECTURE: Final = 90
 DEVICE: Final = torch.device("cuda", 0)
 
 
-def record_kernels(launch: Callable[[], None]) -> dict[str, dict[str, str]]:
+def record_kernels(launch: Callable[[], None], architecture: int) -> dict[str, dict[str, str]]:
     """Return PTX and TTGIR of the kernels that ``launch`` launches."""
     found: dict[str, dict[str, str]] = {}
     run = triton.JITFunction.run
@@ -45,7 +45,7 @@ def record_kernels(launch: Callable[[], None]) -> dict[str, dict[str, str]]:
         return compiled
 
     triton.JITFunction.run = record
-    with use_offline_driver(ARCHITECTURE), FakeTensorMode(), torch.inference_mode():
+    with use_offline_driver(architecture), FakeTensorMode(), torch.inference_mode():
         launch()
     triton.JITFunction.run = run
     return found
@@ -119,5 +119,6 @@ if __name__ == "__main__":
         "normalize_and_multiply": normalize_and_multiply,
     }
     for line in sys.stdin:
-        kind, number = json.loads(line)
-        print(json.dumps(record_kernels(partial(cases[kind], number))), flush=True)
+        kind, number, *architecture = json.loads(line)
+        launch = partial(cases[kind], number)
+        print(json.dumps(record_kernels(launch, *architecture or [ARCHITECTURE])), flush=True)

@@ -39,3 +39,10 @@ def test_gemv_behind_a_norm_loads_its_rows(compiler: CompilingProcess, rows: int
     assert len(re.findall(r"ld\.global\.b64", early)) == 4 * rows
     assert not re.findall(r"ld\.global\.b64", late) and "st.global" not in early
     assert re.findall(r"ld\.global\.v2\.b64", late)  # the token
+
+
+def test_gemv_behind_a_norm_compiles_for_ada() -> None:
+    """The first GPUs with FP8 products, whose assembler knows fewer instructions than that of Hopper."""
+    process = CompilingProcess(SCRIPT)  # a process compiles a kernel for one architecture
+    assert "add_rms_norm_fp8_gemv_kernel" in process.ask(["normalize_and_multiply", 4, 89])
+    process.close()

@@ -211,6 +211,23 @@ def test_rank_of_two_over_an_fp8_cache_compiles_only_what_differs_for_it(build: 
     assert "decode_attention_kernel" in rank.compiled and "sample_tokens_kernel" not in rank.compiled
 
 
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("architecture", "quantization"), [("8.0", "none"), ("8.9", "fp8"), ("10.0", "fp8"), ("12.0", "fp8")]
+)
+def test_kernels_compile_for_other_architectures(
+    tmp_path: Path, architecture: str, quantization: str
+) -> None:
+    """Of two layers, since kernels that are fused with the layer ahead are not in the first one."""
+    model = make_model(tmp_path / "model", "qwen3", **{**SHAPE, "num_hidden_layers": 2})
+    [run] = prebuild(
+        command(model, tmp_path / "kernels", "--arch", architecture, "--quantization", quantization)
+    )
+    assert run.code == 0, run.stderr
+    if quantization == "fp8":
+        assert "add_rms_norm_fp8_gemv_kernel" in run.compiled
+
+
 def times(directory: Path) -> dict[Path, int]:
     return {
         path: path.stat().st_mtime_ns for kind in ("cubin", "so") for path in directory.rglob(f"*.{kind}")

@@ -30,15 +30,17 @@ from skiff_runtime.kernels.tuning import NormGemvTile, tuning_for
 COLUMNS_PER_WARP: Final = 512
 """Of a run; two eights a thread."""
 MAX_WARPS: Final = 8
+# Ada has FP8, but no bfloat16 sum and product: 1 * a + b, and a * b - 0, have the same bits.
 _ADD_PTX = tl.constexpr(
     """
         {
-        .reg .b32 a, b, c, d;
+        .reg .b32 a, b, c, d, one;
         .reg .f32 v0, v1, v2, v3;
         mov.b64 {a, b}, $2;
         mov.b64 {c, d}, $3;
-        add.rn.bf16x2 a, a, c;
-        add.rn.bf16x2 b, b, d;
+        mov.b32 one, 0x3f803f80;
+        fma.rn.bf16x2 a, a, one, c;
+        fma.rn.bf16x2 b, b, one, d;
         mov.b64 $0, {a, b};
         """
     + UNPACK_BF16_PTX
@@ -54,7 +56,7 @@ _ADD_PTX = tl.constexpr(
 _NORMALIZE_PTX = tl.constexpr(
     """
         {
-        .reg .b32 a, b, c, d;
+        .reg .b32 a, b, c, d, zero;
         .reg .f32 v0, v1, v2, v3;
         mov.b64 {a, b}, $1;
         """
@@ -67,8 +69,9 @@ _NORMALIZE_PTX = tl.constexpr(
         cvt.rn.bf16x2.f32 a, v1, v0;
         cvt.rn.bf16x2.f32 b, v3, v2;
         mov.b64 {c, d}, $2;
-        mul.rn.bf16x2 a, a, c;
-        mul.rn.bf16x2 b, b, d;
+        mov.b32 zero, 0x80008000;
+        fma.rn.bf16x2 a, a, c, zero;
+        fma.rn.bf16x2 b, b, d, zero;
         mov.b64 $0, {a, b};
         }
         """
