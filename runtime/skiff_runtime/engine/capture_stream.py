@@ -11,11 +11,18 @@ from functools import cache
 import torch
 
 
-@cache
 def capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the one stream of ``device`` for captures, so that graphs with the same memory pool share its memory.
+    """Return the stream for captures, which is not the current one, on which steps run.
 
-    What is captured must have been run on another stream before, which compiles kernels and lets libraries set up what they
+    For the same current stream it is always the same, so that graphs with the same memory pool share its memory. What is
+    captured must have been run on the current stream before, which compiles kernels and lets libraries set up what they
     must not under capture.
     """
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    current = torch.cuda.current_stream(device)
+    return next(stream for stream in _streams(device) if stream != current)
+
+
+@cache
+def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    """Return two streams: torch has 32 in all and begins again with the first, so the current one may be among them."""
+    return torch.cuda.Stream(device), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
