@@ -4,6 +4,8 @@ No other module imports from ``flashinfer.jit`` or ``flashinfer.utils``. Must be
 ``kernels.kernel_cache.activate``.
 """
 
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -55,6 +57,19 @@ with borrowed("flashinfer-python", NEEDED):
     from flashinfer.jit.attention.modules import get_batch_prefill_uri
     from flashinfer.jit.core import JitSpec
     from flashinfer.utils import determine_attention_backend, device_support_pdl
+
+
+def _find_ninja() -> None:
+    """Let FlashInfer, which runs ``ninja`` by its name, find the one that pip has installed beside the interpreter.
+
+    That directory is not in PATH if a virtual environment is used without being activated.
+    """
+    directory, path = str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)
+    if directory not in path.split(os.pathsep):
+        os.environ["PATH"] = f"{path}{os.pathsep}{directory}"
+
+
+_find_ninja()
 
 
 def call_after_builds(callback: Callable[[Path], None]) -> None:

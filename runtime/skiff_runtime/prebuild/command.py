@@ -105,7 +105,20 @@ def _needs_flashinfer(config: Config) -> bool:
     if config.attention_backend != AUTO:
         return _FLASHINFER in config.attention_backend
     is_16_bit = config.kv_cache_dtype == AUTO and config.dtype in ("bfloat16", "float16")
-    return is_16_bit and find_spec(_FLASHINFER) is not None and shutil.which("nvcc") is not None
+    if not is_16_bit or find_spec(_FLASHINFER) is None:
+        return False
+    if not _has_nvcc():
+        log.event("flashinfer_left_out", reason="there is no nvcc in $CUDA_HOME, $PATH or /usr/local/cuda")
+        return False
+    return True
+
+
+def _has_nvcc() -> bool:
+    """Return whether there is an nvcc where FlashInfer looks for it."""
+    roots = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    return shutil.which("nvcc") is not None or any(
+        (Path(root) / "bin" / "nvcc").is_file() for root in roots if root
+    )
 
 
 def _compile_flashinfer(config: Config, model: ModelConfig, architecture: str, directory: Path) -> None:
