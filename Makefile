@@ -20,14 +20,19 @@ TEST_WORKERS ?= 4
 ON_CPU := not e2e and not gpu and not browser and not matrix and not soak and not checkpoint and not clients
 IN_PARALLEL := -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 GPU_PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
-GPU_SUITES := tests/gpu tests/runtime/kernels \
-	$(addprefix tests/runtime/models/test_,fp8_checkpoints.py weight_loader.py gguf_checkpoint.py) tests/runtime/checkpoint \
+# Of the GPU suites, ALONE needs a GPU to itself, KERNELS has a file of a thousand cases, SERVICES has fixtures that are engines or services.
+GPU_ALONE := $(addprefix tests/gpu/test_,start.py engine.py soak.py)
+GPU_KERNELS := tests/runtime/kernels $(addprefix tests/gpu/test_,quantized_weights.py moe.py fp8.py) tests/runtime/models/test_fp8_checkpoints.py
+TP_ALONE := $(addprefix tests/gpu/test_,rank_faults.py rank_start_faults.py)
+TP_SUITES := $(addprefix tests/gpu/test_,tensor_parallel.py all_reduce.py sharded_sampling.py request_parameters.py soak.py) \
+	tests/runtime/engine/test_parity_transformers.py tests/runtime/engine/test_lora.py tests/runtime/serve/test_lora.py \
+	tests/runtime/offline/test_llm_endings.py tests/runtime/offline/test_embeddings.py
+GPU_SERVICES := $(filter-out $(GPU_ALONE) $(GPU_KERNELS) $(TP_ALONE),$(sort $(wildcard tests/gpu/test_*.py))) \
+	$(addprefix tests/runtime/models/test_,weight_loader.py gguf_checkpoint.py) tests/runtime/checkpoint \
 	$(addprefix tests/runtime/engine/test_,$(addsuffix .py,sampler logits_processors grammar_masks greedy logits_indices logprobs pooling \
 	nan_logits batch_invariance engine lora)) \
 	$(addprefix tests/runtime/serve/test_,sampling_parameters.py structured_outputs.py abort_and_flush.py lora.py)
-TP_SUITES := $(addprefix tests/gpu/test_,tensor_parallel.py all_reduce.py sharded_sampling.py request_parameters.py soak.py rank_faults.py \
-	rank_start_faults.py) \
-	tests/runtime/engine/test_parity_transformers.py tests/runtime/engine/test_lora.py tests/runtime/serve/test_lora.py tests/runtime/offline/test_llm_endings.py tests/runtime/offline/test_embeddings.py
+GPU_WORKERS ?= 8
 # FlashInfer compiles a kernel at its first use, which takes minutes where other processes compile, too.
 GPU_PYTEST := SKIFF_TEST_DEVICE=cuda $(PYTEST) --timeout 900
 TRAFFIC_REQUESTS ?= 100000
@@ -103,14 +108,18 @@ soak: setup ## Faults, 100,000 requests, hostile bodies, alone against crowded: 
 
 gpu-test: setup ## On a GPU: kernels against float64, engine and services against transformers, 20,000 requests
 	$(GPU_PIP) --editable '.[gpu]'
-	$(GPU_PYTEST) -m "not soak" $(GPU_SUITES) $(PYTEST_ARGS)
+	$(GPU_PYTEST) -m "not soak" $(GPU_ALONE) $(PYTEST_ARGS)
+	$(GPU_PYTEST) -m "not soak" -n $(GPU_WORKERS) $(GPU_KERNELS) $(PYTEST_ARGS)
+	$(GPU_PYTEST) -m "not soak" -n $(GPU_WORKERS) --dist loadfile --no-loadscope-reorder $(GPU_SERVICES) $(PYTEST_ARGS)
 
 tp-test: setup ## On two GPUs or more: several ranks against one and transformers, faults of ranks, 20,000 requests
 	$(GPU_PIP) --editable '.[gpu]'
-	$(GPU_PYTEST) -m "not soak and not matrix" $(TP_SUITES) $(PYTEST_ARGS)
+	$(GPU_PYTEST) -m "not soak and not matrix" $(TP_ALONE) $(PYTEST_ARGS)
+	$(GPU_PYTEST) -m "not soak and not matrix" -n $(GPU_WORKERS) $(TP_SUITES) $(PYTEST_ARGS)
 
 gpu-bench: setup ## Offline throughput on a GPU, by the shapes of known models with random weights: no download
 	$(GPU_PIP) --editable '.[gpu]'
+	$(BIN)/skiff prebuild --model-config shape://qwen3-14b
 	for model in $(GPU_SHAPES); do $(BIN)/skiff bench offline --model shape://$$model $(GPU_BENCH); done
 	for cache in auto fp8_e4m3; do $(BIN)/skiff bench offline --model shape://qwen3-14b --quantization fp8 --kv-cache-dtype $$cache $(GPU_BENCH); done
 	for order in fcfs lpm; do $(BIN)/skiff bench offline --model shape://llama-3.1-8b --dataset-name generated-shared-prefix --schedule-policy $$order $(GPU_BENCH); done

@@ -17,7 +17,7 @@ from skiff_runtime.kernels.triton.attention.decode_attention import DecodeAttent
 from skiff_runtime.kernels.triton.attention.fused_decode_attention import FusedDecodeAttention
 from skiff_runtime.kernels.tuning import overridden, tuning_for
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.gpu
 
 DEVICE = torch.device("cuda", 0)
 DTYPE = torch.bfloat16

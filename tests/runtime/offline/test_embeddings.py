@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,11 +13,13 @@ from embedding_models import (
     reference_embeddings,
     reference_scores,
 )
+from engine_driver import DEVICE
+from gpus import needs_gpus
 
 from skiff_runtime import LLM
 from skiff_runtime.errors import InvalidRequest
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, needs_gpus(2)]
 
 TEXTS = [
     "The small boat",
@@ -34,7 +37,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def llm(model: Path) -> Iterator[LLM]:
-    with LLM(str(model), tp_size=2, max_total_tokens=1024, page_size=4, max_num_batched_tokens=48) as made:
+    options: dict[str, Any] = {"max_total_tokens": 1024, "page_size": 4, "max_num_batched_tokens": 48}
+    with LLM(str(model), device=DEVICE, tp_size=2, **options) as made:
         yield made
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_driver import DEVICE
 from llm_ranks import ranks_of
 from tiny_models import greedy_tokens, load_reference, make_model
 from transformers import AutoTokenizer
@@ -33,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def llm(model: Path) -> Iterator[LLM]:
-    with LLM(str(model), tp_size=2, max_total_tokens=1024, page_size=4) as made:
+    with LLM(str(model), device=DEVICE, tp_size=2, max_total_tokens=1024, page_size=4) as made:
         yield made
 
 

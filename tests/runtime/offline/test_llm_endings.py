@@ -28,7 +28,7 @@ SCRIPT = """
 import sys
 from skiff_runtime import LLM
 
-llm = LLM("demo://", tp_size=2, max_total_tokens=4096, cpu_threads=1)
+llm = LLM("demo://", device={device!r}, tp_size=2, max_total_tokens=4096, cpu_threads=1)
 print(llm._engine.launch.run_dir, flush=True)
 if {generates}:
     llm.generate(["Kubernetes is"] * 64, max_tokens=1500, ignore_eos=True, json_schema={{}}, n=2,
@@ -55,7 +55,7 @@ def all_gone(processes: list[psutil.Process], within_seconds: float = 15.0) -> b
 @needs_gpus(2)
 def test_ctrl_c_ends_all_processes_and_removes_their_directory() -> None:
     """The processes are two ranks and the grammar compiler; the directory contains their sockets."""
-    script = SCRIPT.format(generates=True)
+    script = SCRIPT.format(device=DEVICE, generates=True)
     with subprocess.Popen(
         [sys.executable, "-c", script],
         stdout=subprocess.PIPE,
@@ -77,7 +77,7 @@ def test_ctrl_c_ends_all_processes_and_removes_their_directory() -> None:
 
 @needs_gpus(2)
 def test_exit_without_close_removes_the_directory() -> None:
-    script = SCRIPT.format(generates=False)
+    script = SCRIPT.format(device=DEVICE, generates=False)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     run_dir, said = done.stdout.split()
     assert (done.returncode, said) == (0, "going"), done.stderr
