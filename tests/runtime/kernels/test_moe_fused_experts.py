@@ -9,7 +9,7 @@ from moe_reference import Format, exact_experts, make_experts, route, take_windo
 
 from skiff_runtime.kernels.fp8_tensors import QuantizedActivations
 from skiff_runtime.kernels.triton.fp8.quantize import quantize_activations
-from skiff_runtime.kernels.triton.moe.fused_experts import EXACT_RULE, choose_rule, fused_experts
+from skiff_runtime.kernels.triton.moe.fused_experts import EXACT_RULE, choose_rule, fit_rule, fused_experts
 from skiff_runtime.kernels.tuning import tuning_for
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -122,3 +122,17 @@ def test_rules_follow_the_mean_number_of_rows() -> None:
     assert choose_rule(10**6, make_experts(8, 32, 16, HALF, "fp8")) is tuning.fp8_rules[-1]
     assert choose_rule(9, make_experts(1, 128, 128, HALF, "block_fp8")).rows == 32
     assert choose_rule(9, make_experts(8, 32, 16, torch.float32)) is EXACT_RULE
+
+
+@pytest.mark.parametrize("shared_kib", [99, 163, 227])
+def test_rules_fit_into_the_shared_memory_of_smaller_gpus(shared_kib: int) -> None:
+    """Those of the H200 as they are; blocks of 128 inputs stay whole in FP8, whose scales depend on them."""
+    tuning, limit = tuning_for(DEVICE).moe, shared_kib << 10
+    for rules, itemsize in ((tuning.rules, 2), (tuning.fp8_rules, 1), (tuning.block_fp8_rules, 1)):
+        for rule in rules:
+            fitted = fit_rule(rule, itemsize, limit)
+            assert fitted == rule or shared_kib < 227
+            for tile, tuned, weights in ((fitted.gate_up, rule.gate_up, 2), (fitted.down, rule.down, 1)):
+                assert tile.stages * tile.inputs * (rule.rows + weights * tile.outputs) * itemsize <= limit
+                assert tile.stages >= 2 and tile.inputs >= 64
+                assert tile.inputs == tuned.inputs or itemsize == 2

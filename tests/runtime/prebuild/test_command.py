@@ -1,5 +1,6 @@
 """``skiff prebuild``: kernels are compiled without a GPU, and found in the kernel cache."""
 
+import itertools
 import json
 import os
 import re
@@ -213,19 +214,20 @@ def test_rank_of_two_over_an_fp8_cache_compiles_only_what_differs_for_it(build: 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(
-    ("architecture", "quantization"), [("8.0", "none"), ("8.9", "fp8"), ("10.0", "fp8"), ("12.0", "fp8")]
+    ("architecture", "quantization"),
+    [("8.0", "none"), *itertools.product(("8.9", "10.0", "12.0"), ("none", "fp8"))],
 )
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_kernels_compile_for_other_architectures(
-    tmp_path: Path, architecture: str, quantization: str
+    tmp_path: Path, architecture: str, quantization: str, family: str
 ) -> None:
-    """Of two layers, since kernels that are fused with the layer ahead are not in the first one."""
-    model = make_model(tmp_path / "model", "qwen3", **{**SHAPE, "num_hidden_layers": 2})
-    [run] = prebuild(
-        command(model, tmp_path / "kernels", "--arch", architecture, "--quantization", quantization)
-    )
+    """And fit into their shared memory. Of two layers, since kernels fused with the layer ahead are not in the first one."""
+    model = make_model(tmp_path / "model", family, **{**SHAPE, "num_hidden_layers": 2})
+    flags = ("--arch", architecture, "--quantization", quantization)
+    [run] = prebuild(command(model, tmp_path / "kernels", *flags))
     assert run.code == 0, run.stderr
-    if quantization == "fp8":
-        assert "add_rms_norm_fp8_gemv_kernel" in run.compiled
+    assert ("add_rms_norm_fp8_gemv_kernel" in run.compiled) is (quantization == "fp8")
+    assert ("gate_up_kernel" in run.compiled) is (family == "qwen3_moe")
 
 
 def times(directory: Path) -> dict[Path, int]:

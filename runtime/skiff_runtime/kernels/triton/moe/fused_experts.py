@@ -11,6 +11,8 @@ All buffers have sizes that follow from the numbers of tokens, experts and choic
 The tile of a product follows from the mean number of rows of an expert, which is known before.
 """
 
+from dataclasses import replace
+from functools import cache
 from typing import Final
 
 import torch
@@ -22,6 +24,10 @@ from skiff_runtime.kernels.triton.fp8.quantize_groups import quantize_groups
 from skiff_runtime.kernels.triton.moe import expert_gemv, fp8_expert_gemv, grouped_gemm
 from skiff_runtime.kernels.triton.moe.moe_align_block_size import moe_align_block_size
 from skiff_runtime.kernels.triton.moe.moe_sum import moe_sum
+from skiff_runtime.kernels.triton.runtime.device_properties import (
+    H200_SHARED_MEMORY_BYTES,
+    max_shared_memory_bytes,
+)
 from skiff_runtime.kernels.tuning import GroupedGemmRule, GroupedGemmTile, tuning_for
 
 EXACT_RULE: Final = GroupedGemmRule(
@@ -146,9 +152,35 @@ def choose_rule(pairs: int, experts: ExpertWeights) -> GroupedGemmRule:
     """
     if experts.down.dtype == torch.float32:
         return EXACT_RULE
-    tuning = tuning_for(experts.down.device).moe
+    device = experts.down.device
+    tuning, shared_bytes = tuning_for(device).moe, max_shared_memory_bytes(device)
     rules = tuning.rules
     if experts.gate_up_scales is not None:
         rules = tuning.fp8_rules if experts.block_shape is None else tuning.block_fp8_rules
     mean = pairs / len(experts.down)
-    return next(rule for rule in rules if rule.max_rows is None or mean <= rule.max_rows)
+    chosen = next(rule for rule in rules if rule.max_rows is None or mean <= rule.max_rows)
+    return (
+        chosen
+        if shared_bytes >= H200_SHARED_MEMORY_BYTES
+        else fit_rule(chosen, experts.down.itemsize, shared_bytes)
+    )
+
+
+@cache
+def fit_rule(rule: GroupedGemmRule, itemsize: int, shared_bytes: int) -> GroupedGemmRule:
+    """Return a rule that was tuned on an H200 for a GPU whose programs have ``shared_bytes`` of shared memory."""
+    return replace(
+        rule,
+        gate_up=_fit_tile(rule.gate_up, rule.rows + 2 * rule.gate_up.outputs, itemsize, shared_bytes),
+        down=_fit_tile(rule.down, rule.rows + rule.down.outputs, itemsize, shared_bytes),
+    )
+
+
+def _fit_tile(tile: GroupedGemmTile, rows: int, itemsize: int, shared_bytes: int) -> GroupedGemmTile:
+    """Take stages, and below two of them inputs, from a tile that loads ``rows`` rows of tokens and weights at a time."""
+    while tile.stages * tile.inputs * rows * itemsize > shared_bytes:
+        if tile.stages > 2:
+            tile = replace(tile, stages=tile.stages - 1)
+        else:
+            tile = replace(tile, inputs=tile.inputs // 2)
+    return tile
