@@ -1,6 +1,5 @@
 """``skiff prebuild``: kernels are compiled without a GPU, and found in the kernel cache."""
 
-import itertools
 import json
 import os
 import re
@@ -213,21 +212,29 @@ def test_rank_of_two_over_an_fp8_cache_compiles_only_what_differs_for_it(build: 
 
 
 @pytest.mark.matrix
+@pytest.mark.parametrize("architecture", ["8.0", "8.9", "10.0", "12.0"])
 @pytest.mark.parametrize(
-    ("architecture", "quantization"),
-    [("8.0", "none"), *itertools.product(("8.9", "10.0", "12.0"), ("none", "fp8"))],
+    ("family", "weights"),
+    [("qwen3", "model"), ("qwen3", "fp8"), ("qwen3", "awq"), ("qwen3_moe", "model"), ("qwen3_moe", "fp8")],
 )
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_kernels_compile_for_other_architectures(
-    tmp_path: Path, architecture: str, quantization: str, family: str
+    tmp_path: Path, architecture: str, family: str, weights: str
 ) -> None:
-    """And fit into their shared memory. Of two layers, since kernels fused with the layer ahead are not in the first one."""
+    """And fit into their memories. Of two layers, since kernels fused with the layer ahead are not in the first one."""
     model = make_model(tmp_path / "model", family, **{**SHAPE, "num_hidden_layers": 2})
-    flags = ("--arch", architecture, "--quantization", quantization)
+    flags = ["--arch", architecture]
+    if weights == "fp8":
+        flags += ["--quantization", "fp8"]
+    elif weights == "awq":
+        edit_json(model / "config.json", quantization_config=FORMATS["awq"].config)
     [run] = prebuild(command(model, tmp_path / "kernels", *flags))
+    if (architecture, weights) == ("8.0", "fp8"):
+        assert run.code == 2 and "weights in fp8 need compute capability 8.9" in run.stderr, run.stderr
+        return
     assert run.code == 0, run.stderr
-    assert ("add_rms_norm_fp8_gemv_kernel" in run.compiled) is (quantization == "fp8")
+    assert ("add_rms_norm_fp8_gemv_kernel" in run.compiled) is (weights == "fp8")
     assert ("gate_up_kernel" in run.compiled) is (family == "qwen3_moe")
+    assert ("int4_gemv_kernel" in run.compiled) is (weights == "awq")
 
 
 def times(directory: Path) -> dict[Path, int]:

@@ -20,6 +20,11 @@ def compute_capability(device: torch.device) -> int:
     return int(target.arch) if target.backend == "cuda" else 0
 
 
+def has_tensor_memory(device: torch.device) -> bool:
+    """Return whether the tensor cores keep their sums in a memory of their own, as those of B200 do, and not in registers."""
+    return 100 <= compute_capability(device) < 120
+
+
 @cache
 def max_shared_memory_bytes(device: torch.device) -> int:
     """Return the shared memory that one program may take; that of an H200 where there is no GPU."""

@@ -29,6 +29,7 @@ from skiff_runtime.kernels.triton.runtime.dependent_launch import (
 )
 from skiff_runtime.kernels.triton.runtime.device_properties import (
     compute_capability,
+    has_tensor_memory,
     max_shared_memory_bytes,
     num_sms,
 )
@@ -149,6 +150,8 @@ def is_profitable(x: torch.Tensor, weight: Int4Weight) -> bool:
     tokens, device = x.shape[0], x.device
     tuning = tuning_for(device).w4a16
     if not 1 <= tokens <= tuning.max_tokens or x.element_size() != 2 or weight.outputs % OUTPUTS:
+        return False
+    if has_tensor_memory(device):  # the sums of its many products would not fit
         return False
     tile = _choose_tile(tokens, weight, device)
     unit_bytes = INT4_WORDS * WORD_BYTES * OUTPUTS + INT4_UNIT * x.element_size() * padded_tokens(tokens)
