@@ -20,7 +20,8 @@ TEST_WORKERS ?= 4
 ON_CPU := not e2e and not gpu and not browser and not matrix and not soak and not checkpoint and not clients
 IN_PARALLEL := -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 GPU_PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
-# Of the GPU suites, ALONE needs a GPU to itself, KERNELS has a file of a thousand cases, SERVICES has fixtures that are engines or services.
+# GPU_ALONE and TP_ALONE need GPUs to themselves. Processes divide the cases of GPU_KERNELS, one file of which has a thousand,
+# and the files of GPU_SERVICES, whose fixtures are engines and services.
 GPU_ALONE := $(addprefix tests/gpu/test_,start.py engine.py soak.py)
 GPU_KERNELS := tests/runtime/kernels $(addprefix tests/gpu/test_,quantized_weights.py moe.py fp8.py) tests/runtime/models/test_fp8_checkpoints.py
 TP_ALONE := $(addprefix tests/gpu/test_,rank_faults.py rank_start_faults.py)

@@ -13,6 +13,7 @@ from quantized_formats import FORMATS
 from tiny_models import edit_json, make_model
 
 from skiff_runtime.kernels import kernel_cache
+from skiff_runtime.prebuild.command import _has_nvcc
 
 pytestmark = pytest.mark.integration
 
@@ -277,6 +278,15 @@ for asked in (
         os._exit(0)
     assert os.wait()[1] == 0
 """
+
+
+def test_nvcc_is_found_where_flashinfer_looks_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.touch()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    assert _has_nvcc()
 
 
 def test_cache_keys_do_not_depend_on_the_order_of_launches() -> None:

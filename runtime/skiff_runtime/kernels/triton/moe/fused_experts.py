@@ -159,11 +159,9 @@ def choose_rule(pairs: int, experts: ExpertWeights) -> GroupedGemmRule:
         rules = tuning.fp8_rules if experts.block_shape is None else tuning.block_fp8_rules
     mean = pairs / len(experts.down)
     chosen = next(rule for rule in rules if rule.max_rows is None or mean <= rule.max_rows)
-    return (
-        chosen
-        if shared_bytes >= H200_SHARED_MEMORY_BYTES
-        else fit_rule(chosen, experts.down.itemsize, shared_bytes)
-    )
+    if shared_bytes >= H200_SHARED_MEMORY_BYTES:
+        return chosen
+    return fit_rule(chosen, experts.down.itemsize, shared_bytes)
 
 
 @cache
