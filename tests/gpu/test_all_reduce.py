@@ -32,7 +32,6 @@ def test_thousands_of_rounds_of_streams_have_the_right_bits(ranks: int, rounds: 
     found = run_streams(str(ranks), str(rounds), "0")
     assert found["failed"] == [False] * ranks
     assert found["wrong"] == [0] * ranks
-    assert found["empty"], "lines that no call has emptied"
     assert all(count > rounds // 20 for count in found["counts"].values()), found["counts"]
     assert all(epochs == found["epochs"][0] for epochs in found["epochs"])
 

@@ -18,7 +18,7 @@ from simulated_peers import SimulatedPeer, map_files
 from skiff_runtime.distributed.copy_exchange import CopyExchange
 from skiff_runtime.distributed.tensor_parallel import TensorParallelGroup
 from skiff_runtime.kernels.fp8_tensors import QuantizedActivations
-from skiff_runtime.kernels.triton.all_reduce import gemv_all_reduce, peer_memory, push, push_norm
+from skiff_runtime.kernels.triton.all_reduce import gemv_all_reduce, peer_memory, push_norm
 from skiff_runtime.kernels.triton.all_reduce.barrier import barrier
 from skiff_runtime.kernels.triton.all_reduce.gemv_all_reduce import gemv_all_reduce_add_rms_norm
 from skiff_runtime.kernels.triton.all_reduce.low_latency import (
@@ -33,8 +33,6 @@ from skiff_runtime.kernels.triton.all_reduce.peer_memory import (
     SLOT_BYTES,
     SLOT_LINES,
     allocation_bytes,
-    find_empty_lanes,
-    invert_lanes,
     wait_state,
 )
 from skiff_runtime.kernels.triton.all_reduce.push import push_all_reduce
@@ -65,10 +63,7 @@ def _count_polls(polls: tl.tensor, _ptx: bool) -> tl.tensor:
 
 
 if DEVICE.type == "cpu":
-    for module in (peer_memory, gemv_all_reduce):
-        vars(module)["read_clock"] = _count_polls
-    for module in (push, push_norm):
-        vars(module)["TILE_LINES"] = 128  # so that programs take several tiles of these short messages
+    peer_memory.read_clock = vars(gemv_all_reduce)["read_clock"] = _count_polls
 
 
 def join(group: TensorParallelGroup, directory: str, polls: int = POLLS) -> SimulatedPeer:
@@ -119,8 +114,7 @@ def sum_in_every_way(
 ) -> dict[str, Any]:
     """Sum messages of all ``SIZES`` by each kernel, in random order, with nothing between them that orders the ranks.
 
-    Returns the rounds whose sum is not that of ``sum_messages``, bit for bit, a digest of all sums, and whether all lines
-    are empty afterwards.
+    Returns the rounds whose sum is not that of ``sum_messages``, bit for bit, and a digest of all sums.
     """
     peer = map_files(Path(directory), group.tp_rank, group.tp_size, polls=POLLS)
     if first_epoch > 1:
@@ -135,11 +129,9 @@ def sum_in_every_way(
         if not same_bits(x, sum_messages(group.tp_size, number, shape, dtype)):
             wrong.append((number, kind, shape))
         digest.update(x.view(torch.uint8).numpy().tobytes())
-    group.all_reduce_min(0)
     return {
         "wrong": wrong,
         "digest": digest.hexdigest(),
-        "empty": not peer.buffers[group.tp_rank][-2 * CHANNELS * SLOT_BYTES :].any(),
         "epochs": (peer.memory.epochs - first_epoch + 1).tolist(),
         "failed": peer.has_failed,
     }
@@ -317,29 +309,6 @@ def come_late(group: TensorParallelGroup, directory: str, kind: str) -> list[dic
     if group.tp_rank == 0:
         group.all_reduce_min(0)
     return outcomes
-
-
-def sum_ones(group: TensorParallelGroup, directory: str, kind: str) -> dict[str, Any]:
-    """Sum a message of NaN all of whose bits are set, which would be sent as lines that are empty, and -0.0 behind it."""
-    peer = join(group, directory)
-    x = torch.full((16,), -0.0, dtype=torch.float16)
-    x[:8] = torch.full((8,), -1, dtype=torch.int16).view(torch.float16)
-    summed = sum_by(kind, x, peer)
-    expected = torch.full((8,), -0.0, dtype=torch.float16)
-    return {
-        "right": bool(summed[:8].isnan().all()) and same_bits(summed[8:], expected),
-        "failed": peer.has_failed,
-    }
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def lanes_kernel(words: tl.tensor, inverted: tl.tensor, empty: tl.tensor, count: tl.constexpr) -> None:
-    """Store what is sent of 8-byte ``words``, and which lanes of them are zero; ``inverted`` is of the lanes' type."""
-    element = tl.arange(0, count)
-    pointer = inverted.to(tl.pointer_type(tl.int64))
-    given = tl.load(words + element)
-    tl.store(pointer + element, invert_lanes(given, inverted.dtype.element_ty))
-    tl.store(empty + element, find_empty_lanes(given, inverted.dtype.element_ty))
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -448,7 +448,7 @@ class AllReduceLimits:
     """By the same, fused with the norm."""
     one_shot: int
     fused_one_shot: int
-    """By one-shot by lines, fused with the norm; beyond it, up to ``one_shot``, the norm is a launch of its own."""
+    """By one-shot behind flags, fused with the norm; beyond it, up to ``one_shot``, the norm is a launch of its own."""
     two_shot: int
     """Copy engines or NCCL sum larger ones."""
 

@@ -194,7 +194,7 @@ def test_memory_for_exchanges_is_kept_while_it_suffices(monkeypatch: pytest.Monk
     ],
 )
 def test_sum_is_fused_with_the_norm_up_to_a_limit_of_its_own(rows: int, width: int, fused: bool) -> None:
-    """Also a row as long as a channel's region, half of its buffer, and none that is longer."""
+    """Also a row as long as a channel's region, half of its plain buffer, and none that is longer."""
     peers = PeerToPeerAllReduce.detached(2, torch.device("cpu"))
     peers._limits = LIMITS
     assert peers.can_fuse(torch.empty(rows, width)) is fused

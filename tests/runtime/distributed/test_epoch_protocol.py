@@ -1,10 +1,10 @@
-"""The protocol of the all-reduce kernels, as a model: epochs, two buffers, LL words, lines and flags under any interleaving.
+"""The protocol of the all-reduce kernels, as a model: epochs, two buffers, LL words and flags under any interleaving.
 
-The model runs one channel of several ranks. A store is in flight until the schedule delivers it, in any order; the end of a
-call waits until all stores of the rank have arrived, those that empty its own lines among them. The schedule also decides
-which rank takes the next step, so a rank may run ahead of the others as far as the protocol lets it. Every word that is
-read must hold what its source sent in the reader's call. A call that is fused with a norm is one of its algorithm here: it
-reads the same words, in another order, before it ends.
+The model runs one channel of several ranks. A store is in flight until the schedule delivers it, in any order; a fence,
+and the end of a call, wait until all stores of the rank have arrived. The schedule also decides which rank takes the
+next step, so a rank may run ahead of the others as far as the protocol lets it. Every word that is read must hold what
+its source sent in the reader's call. A call that is fused with a norm is one of its algorithm here: it reads the same
+words, in another order, before it ends.
 
 With timeouts the schedule also decides when the clock of a waiting rank passes the limit, for each thread of a poll on
 its own. A rank that has timed out has reported it and may read anything; all others must still read what is theirs.
@@ -77,7 +77,7 @@ def reduce_with_late_first(stale: list[bool], late: list[bool]) -> int:
 
 
 class Violation(AssertionError):
-    """A rank read a word that is not of its call, or waits for one that will not come."""
+    """A rank read a word that is not of its call."""
 
 
 @dataclass
@@ -87,13 +87,10 @@ class Rules:
     buffers: int = 2
     refresh: bool = True
     refresh_by_all: bool = True
-    empties: bool = True
-    """What is read of lines is emptied."""
-    ends: bool = True
-    """A call ends when the rank's stores have arrived."""
+    fence: bool = True
     waits: bool = True
     silent: bool = True
-    """A rank that has timed out sends no sums that depend on it, and stores nothing in later calls."""
+    """A rank that has timed out sets no more flags, and stores nothing in later calls."""
     reduce: Callable[[list[bool], list[bool]], int] = reduce_with_stale_first
 
 
@@ -102,7 +99,7 @@ class Rank:
     """The memory of a rank, its stores that have not arrived yet (rank, address, value), and its timeout."""
 
     memory: dict[Address, Word] = field(default_factory=dict)
-    in_flight: list[tuple[int, Address, Word | None]] = field(default_factory=list)
+    in_flight: list[tuple[int, Address, Word]] = field(default_factory=list)
     failed_in: int = 0
     """The call in which a wait timed out; 0 for none."""
     call: int = 0
@@ -129,8 +126,7 @@ class Model:
             stores = [
                 (rank, index) for rank, each in enumerate(self.ranks) for index in range(len(each.in_flight))
             ]
-            if not (runnable or stores or late):
-                raise Violation("all ranks wait for ever")
+            assert runnable or stores or late, "deadlock"
             event = choose(len(runnable) + len(stores) + len(late))
             if event < len(runnable):
                 rank = runnable[event]
@@ -149,10 +145,7 @@ class Model:
             else:
                 rank, index = stores[event - len(runnable)]
                 target, address, word = self.ranks[rank].in_flight.pop(index)
-                if word is None:
-                    self.ranks[target].memory.pop(address, None)
-                else:
-                    self.ranks[target].memory[address] = word
+                self.ranks[target].memory[address] = word
 
     def _can_time_out(self, rank: int, wait: Wait) -> bool:
         return wait.bounded and not wait.is_over()
@@ -172,12 +165,9 @@ class Model:
             state.stores = not (state.failed_in and self._rules.silent)
             if call.kind == "words":
                 yield from self._send_words(rank, epoch, call.words)
-            elif call.kind == "barrier":
-                yield from self._send_flags(rank, epoch)
             else:
-                yield from self._send_lines(rank, epoch, call, phases=2 if call.kind == "two-shot" else 1)
-            if self._rules.ends:
-                yield self._stores_arrive(rank)  # the end of a kernel
+                yield from self._send_plain(rank, epoch, call, phases=2 if call.kind == "two-shot" else 1)
+            yield self._stores_arrive(rank)  # the end of a kernel
 
     def _store_words(self, rank: int, epoch: int, words: int) -> Iterator[Step]:
         """Store a message as LL words; where all words are rewritten, also what no message needs."""
@@ -201,36 +191,32 @@ class Model:
         for address, source in sources.items():
             self._check(rank, address, source, epoch)
 
-    def _send_flags(self, rank: int, epoch: int) -> Iterator[Step]:
-        if self._rules.refresh_by_all:
-            yield from self._store_words(rank, epoch, 0)
-        for peer in self._peers(rank):
-            self._store(rank, peer, ("flag", rank), Word(rank, epoch, epoch))
-            yield None
-        flags: list[Address] = [("flag", source) for source in self._peers(rank)]
-        yield from self._wait(rank, lambda: [self._mark(rank, flag) < epoch for flag in flags])
+    def _send_plain(self, rank: int, epoch: int, call: Call, *, phases: int) -> Iterator[Step]:
+        mine = Word(rank, epoch, epoch)
 
-    def _send_lines(self, rank: int, epoch: int, call: Call, *, phases: int) -> Iterator[Step]:
         def place(phase: int, source: int, slot: int) -> Address:
             """Both kinds divide the same memory: one-shot into as many regions as ranks, two-shot into twice as many."""
             region = (phase * len(self.ranks) + source) * (2 * SLOTS // phases)
-            return "line", epoch % self._rules.buffers, region + slot
+            return "plain", epoch % self._rules.buffers, region + slot
 
         if self._rules.refresh_by_all:
             yield from self._store_words(rank, epoch, 0)
         for phase in range(phases):
-            for slot in range(call.words):
-                for peer in self._peers(rank):
-                    if not (phase and self.ranks[rank].failed_in and self._rules.silent):
-                        self._store(rank, peer, place(phase, rank, slot), Word(rank, epoch, epoch))
+            for peer in self._peers(rank):
+                for slot in range(call.words):
+                    self._store(rank, peer, place(phase, rank, slot), mine)
                     yield None
-            for slot in range(call.words):
-                places = {source: place(phase, source, slot) for source in self._peers(rank)}
-                yield from self._wait(rank, partial(self._find_empty, rank, list(places.values())))
-                for source, address in places.items():
-                    self._check(rank, address, source, epoch)
-                    if self._rules.empties:
-                        self.ranks[rank].in_flight.append((rank, address, None))
+            if self._rules.fence:
+                yield self._stores_arrive(rank)
+            for peer in self._peers(rank):
+                if not (self.ranks[rank].failed_in and self._rules.silent):
+                    self._store(rank, peer, ("flag", phase, rank), mine)
+                yield None
+            flags: list[Address] = [("flag", phase, source) for source in self._peers(rank)]
+            yield from self._wait(rank, partial(self._find_unset, rank, flags, epoch))
+            for source in self._peers(rank):
+                for slot in range(call.words):
+                    self._check(rank, place(phase, source, slot), source, epoch)
                     yield None
 
     def _peers(self, rank: int) -> list[int]:
@@ -252,8 +238,8 @@ class Model:
         word = self.ranks[rank].memory.get(address)
         return 0 if word is None else word.mark
 
-    def _find_empty(self, rank: int, places: list[Address]) -> list[bool]:
-        return [place not in self.ranks[rank].memory for place in places]
+    def _find_unset(self, rank: int, flags: list[Address], epoch: int) -> list[bool]:
+        return [self._mark(rank, flag) < epoch for flag in flags]
 
     def _check(self, rank: int, address: Address, source: int, epoch: int) -> None:
         if self.ranks[rank].failed_in:
@@ -264,7 +250,7 @@ class Model:
 
 
 CALLS: Final = st.lists(
-    st.builds(Call, st.sampled_from(["words", "one-shot", "two-shot", "barrier"]), st.integers(1, SLOTS)),
+    st.builds(Call, st.sampled_from(["words", "one-shot", "two-shot"]), st.integers(1, SLOTS)),
     min_size=1,
     max_size=3 * MARKS // 2,
 )
@@ -327,8 +313,7 @@ WORDS_ARE_RARE: Final = [
     ("calls", "rules"),
     [
         pytest.param(ONE_SHOT, Rules(buffers=1), id="one buffer"),
-        pytest.param(ONE_SHOT, Rules(empties=False), id="lines that are not emptied"),
-        pytest.param(ONE_SHOT, Rules(ends=False), id="lines that are emptied behind the end of the call"),
+        pytest.param(ONE_SHOT, Rules(fence=False), id="no fence"),
         pytest.param(LONG_THEN_SHORT, Rules(refresh=False), id="marks that repeat"),
         pytest.param(WORDS_ARE_RARE, Rules(refresh_by_all=False), id="marks that repeat behind other calls"),
         pytest.param([Call("words", 1)] * 3, Rules(waits=False), id="no wait"),
@@ -346,7 +331,7 @@ def test_each_rule_is_needed(calls: list[Call], rules: Rules) -> None:
         pytest.param(ONE_SHOT, Rules(silent=False), id="one-shot goes on to store"),
         pytest.param([Call("two-shot", 1)] * 6, Rules(silent=False), id="two-shot goes on to store"),
         pytest.param([Call("words", 2)] * 2, Rules(reduce=reduce_with_late_first), id="late words"),
-        pytest.param(ONE_SHOT, Rules(reduce=reduce_with_late_first), id="late lines"),
+        pytest.param(ONE_SHOT, Rules(reduce=reduce_with_late_first), id="late flags"),
     ],
 )
 def test_each_rule_of_timeouts_is_needed(calls: list[Call], rules: Rules) -> None:

@@ -59,13 +59,13 @@ def barrier_kernel(
     stores = may_store(limit)
     if is_refresh(epoch) & stores:
         rewrite_words(own, peers, rank, channel, epoch, 0, LINES, RANKS, PTX)
-    set_flags(peers, rank, channel, epoch, stores, RANKS, PTX)
-    state = wait_for_flags(own, rank, channel, epoch, limit, RANKS, PTX)
+    set_flags(peers, rank, channel, epoch, stores, 0, RANKS, PTX)
+    state = wait_for_flags(own, rank, channel, epoch, limit, 0, RANKS, PTX)
     end_call(state, epochs, channel, epoch, control, table, _COLLECTIVE, RANKS)
     if PTX & (state == TIMED_OUT):  # in the interpreter there are no copies behind it
         release(PTX)
         no_limit = tl.full((), _NO_LIMIT, tl.int64)
-        wait_for_flags(own, rank, channel, epoch, no_limit, RANKS, PTX)
+        wait_for_flags(own, rank, channel, epoch, no_limit, 0, RANKS, PTX)
 
 
 def barrier(memory: PeerMemory) -> None:

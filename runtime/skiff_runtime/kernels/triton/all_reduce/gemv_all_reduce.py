@@ -215,7 +215,7 @@ def _load_sum(
         bits, old = _load_word(addresses + source * distance, epoch, active, PTX)
         summed += _unpack_word(bits, DTYPE)
         stale |= old
-    return summed, wait_state(stale != 0, late)
+    return summed, wait_state((stale != 0)[:, None], late)
 
 
 @triton.jit

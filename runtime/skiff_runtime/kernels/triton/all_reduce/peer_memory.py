@@ -20,7 +20,7 @@ it does only after its call k - 2 has ended. A rank that runs ahead therefore wa
 no barrier is needed behind a read. Between two calls of a rank lies the boundary of two kernels of its stream, which
 orders the reads of the one before the writes of the other.
 
-**Three ways to know that data has arrived.**
+**Two ways to know that data has arrived.**
 
 - LL words (NCCL's low-latency protocol): each aligned 64-bit word holds 32 bits of data and the low 32 bits of the
   epoch, its mark. A 64-bit access is one access in PTX's memory model, so a word whose mark is the current epoch's
@@ -30,26 +30,21 @@ orders the reads of the one before the writes of the other.
   those of the rank's own memory, too, which only ``gemv_all_reduce`` reads. Words that hold data of another kind would
   break this, so nothing else is stored there. Half of the bytes are marks, but the data needs no fence: it has arrived
   when it is there.
-- Lines that are empty until they arrive (Lamport's protocol, as in TensorRT-LLM): every byte is data. A lane, which is an
-  element of the message, is sent inverted, and a lane of zeros has not arrived. The one value that would be sent as zeros,
-  the NaN with all bits set, is sent as the same NaN of the other sign. The reader polls the data itself and stores zeros in
-  its place before its call ends. So there is neither a fence nor a flag, and the first lines are summed while others are on
-  their way. A line that is sent must be read in the same call; which lines are sent depends on the message's shape alone. By
-  the invariant the reader's zeros of call k - 2 lie in its memory before a peer stores the data of call k there.
-- Flags: the flag of (channel, source) is set to the 64-bit epoch behind a fence of system scope; the reader polls
-  with acquire. Flags only grow, so a peer that is ahead does no harm. Only ``barrier`` uses them, for what copy engines
-  have stored before it.
+- Flags: data is stored plainly, then the flag of (phase, channel, source) is set to the 64-bit epoch behind a fence of
+  system scope; the reader polls with acquire. Flags only grow, so a peer that is ahead does no harm. The fence costs a
+  round trip, and every byte is data.
 
 **Bounded waiting.** A rank that waits longer than ``control[TIMEOUT]`` stores the number of its collective in
 ``control[FAILED]`` and in the host's memory, and goes on with wrong data; all later waits then end at once. Only a barrier
 goes on waiting, without a limit, because copies may follow it. The host looks before it uses the results of a step. A wait
 that timed out breaks rule 2, and with it the invariant, so a third rule holds:
 
-3. behind a wait that timed out a rank sends nothing that depends on it, and in later calls its kernels store nothing at all
-   in the memory of its peers.
+3. a rank sets no flag behind a wait that timed out, and in later calls its kernels store nothing at all in the memory of
+   its peers.
 
-Otherwise a peer that is only late could take the data of a later call for that of its own, or a wrong sum for a right one. By
-this rule it completes the call that the rank has still sent in whole, and then times out and reports, too.
+Otherwise a peer that is only late could find the data of a later call behind flags that are large enough. By this rule
+it completes the call that the rank has still sent in whole, and then times out and reports, too. Data without a flag
+may still be stored in the call that timed out: its buffers are free, since the call before has ended by rule 2.
 """
 
 from dataclasses import dataclass
@@ -69,8 +64,9 @@ LINE_BYTES: Final = 16
 SLOT_LINES: Final = 2048
 """Lines of one message that a channel can receive as LL words."""
 SLOT_BYTES: Final = 512 << 10
-"""Bytes that a channel can receive as lines: of one message from every rank, or of the two phases of two-shot."""
-FLAGS_BYTES: Final = CHANNELS * MAX_RANKS * 8
+"""Bytes that a channel can receive plainly: of one message from every rank, or of the two phases of two-shot."""
+FLAGS_BYTES: Final = 2 * CHANNELS * MAX_RANKS * 8
+"""Both phases of two-shot have flags of their own."""
 FAILED: Final = 0
 TIMEOUT: Final = 1
 """Indices in ``PeerMemory.control``; the timeout is in nanoseconds, under Triton's interpreter in polls."""
@@ -93,50 +89,13 @@ _SOURCE_BYTES = tl.constexpr(CHANNELS * SLOT_LINES * 2 * LINE_BYTES)
 _FLAGS_SIZE = tl.constexpr(FLAGS_BYTES)
 _REFRESH_PERIOD = tl.constexpr(1 << 30)
 _LOW_HALF = tl.constexpr(0xFFFFFFFF)
-_LINE_BYTES = tl.constexpr(LINE_BYTES)
-GAVE_UP = tl.constexpr(-(1 << 62))
-"""The deadline of a line that has not arrived by its own."""
-
-
-def _await_ptx(below: int) -> str:
-    """Return PTX that loads a line until it has arrived; ``below`` has all bits of all lanes set but their highest.
-
-    Operands: the words and the deadline, written; the words as loaded before, the address, the deadline.
-    """
-    return f"""{{
-        .reg .pred done, waits;
-        .reg .b64 first, second, now, below;
-        mov.b64 below, {below:#x};
-    poll:
-        and.b64 first, $0, below;
-        add.s64 first, first, below;
-        or.b64 first, first, $0;
-        and.b64 second, $1, below;
-        add.s64 second, second, below;
-        or.b64 second, second, $1;
-        and.b64 first, first, second;
-        or.b64 first, first, below;
-        setp.eq.b64 done, first, -1;
-        @done bra end;
-        mov.u64 now, %globaltimer;
-        setp.le.s64 waits, now, $2;
-        @!waits mov.b64 $2, {GAVE_UP.value};
-        @!waits bra end;
-        ld.relaxed.sys.global.v2.b64 {{$0, $1}}, [$5];
-        bra poll;
-    end:
-    }}"""
-
-
-_AWAIT_HALVES_PTX = tl.constexpr(_await_ptx(0x7FFF7FFF7FFF7FFF))
-_AWAIT_FLOATS_PTX = tl.constexpr(_await_ptx(0x7FFFFFFF7FFFFFFF))
 WAITING = tl.constexpr(2)
 TIMED_OUT = tl.constexpr(3)
 """States of a wait: 0 or 1, everything has arrived; 2, something has not; 3, nor will it be waited for any longer."""
 
 
 def allocation_bytes(ranks: int) -> int:
-    """Return the size of each rank's allocation, which is zeroed at first: flags, LL words, and lines, the latter two twice."""
+    """Return the size of each rank's allocation: flags, LL words, and plain buffers, the latter two twice."""
     words = 2 * ranks * CHANNELS * SLOT_LINES * 2 * LINE_BYTES
     return FLAGS_BYTES + words + 2 * CHANNELS * SLOT_BYTES
 
@@ -228,16 +187,16 @@ def words_offset(epoch: tl.tensor, source: tl.tensor, channel: tl.tensor, RANKS:
 
 
 @triton.jit
-def lines_offset(epoch: tl.tensor, channel: tl.tensor, RANKS: tl.constexpr) -> tl.tensor:
-    """Return the offset of a channel's buffer for lines, of the epoch's parity."""
+def plain_offset(epoch: tl.tensor, channel: tl.tensor, RANKS: tl.constexpr) -> tl.tensor:
+    """Return the offset of a channel's plain buffer of the epoch's parity."""
     words: tl.constexpr = 2 * RANKS * _CHANNELS * _SLOT_LINES * 2 * _WORD_BYTES
     return _FLAGS_SIZE + words + ((epoch % 2) * _CHANNELS + channel) * _SLOT_BYTES
 
 
 @triton.jit
-def flags_offset(channel: tl.tensor) -> tl.tensor:
-    """Return the offset of a channel's flags, one for each source."""
-    return channel * (_MAX_RANKS * _FLAG_BYTES)
+def flags_offset(channel: tl.tensor, PHASE: tl.constexpr) -> tl.tensor:
+    """Return the offset of a channel's flags of one phase, one for each source."""
+    return (channel + PHASE * _CHANNELS) * (_MAX_RANKS * _FLAG_BYTES)
 
 
 @triton.jit
@@ -347,174 +306,6 @@ def load_words(address: tl.tensor, epoch: tl.tensor, active: tl.tensor, PTX: tl.
 
 
 @triton.jit
-def invert_lanes(words: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
-    """Return 8-byte words of ``DTYPE`` as they are sent as lines: inverted, and without a lane of zeros."""
-    return ~words ^ find_empty_lanes(~words, DTYPE)
-
-
-@triton.jit
-def find_empty_lanes(words: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
-    """Return int64 words in which, of each lane of 8-byte ``words``, the highest bit is set if the lane is zero.
-
-    Below a lane's highest bit, adding all ones carries into it unless all bits are zero, and never beyond it.
-    """
-    below: tl.constexpr = 0x7FFF7FFF7FFF7FFF if DTYPE.primitive_bitwidth == 16 else 0x7FFFFFFF7FFFFFFF
-    return ~(((words & below) + below) | words | below)
-
-
-@triton.jit
-def start_deadline(limit: tl.tensor, LINES: tl.constexpr, PTX: tl.constexpr) -> tl.tensor:
-    """Return int64 [LINES]: when the waits for lines of this call end, in the unit of ``read_clock``."""
-    now = read_clock(tl.full((), 0, tl.int64), PTX)
-    return tl.full((LINES,), 0, tl.int64) + (now + limit)
-
-
-@triton.jit
-def receive_lines(
-    buffer: tl.tensor,
-    start: tl.tensor,
-    rank: tl.tensor,
-    sent: tl.tensor,
-    deadline: tl.tensor,
-    REGION: tl.constexpr,
-    DTYPE: tl.constexpr,
-    LINES: tl.constexpr,
-    RANKS: tl.constexpr,
-    PTX: tl.constexpr,
-) -> tl.tensor:
-    """Wait for lines of all peers: (tuple of int64 [LINES, 2], ordered by rank without this one, later deadlines).
-
-    Each thread waits for its own lines alone, and leaves their place empty, for the next call but one. Those that have not
-    arrived by their deadline get the deadline ``GAVE_UP``, so that later waits of the thread end at once.
-
-    buffer              address of the region of rank 0 in this rank's memory; regions have REGION bytes
-    start               the first line
-    sent                [LINES, 1]: which lines are sent
-    """
-    loaded: tl.tuple = ()
-    for step in tl.static_range(RANKS - 1):  # of all peers, before the first wait
-        region = buffer + find_source(step, rank) * REGION
-        loaded = loaded + (_load_lines(region, start, sent, LINES),)  # noqa: RUF005
-    received: tl.tuple = ()
-    for step in tl.static_range(RANKS - 1):
-        region = buffer + find_source(step, rank) * REGION
-        words, deadline = _await_lines(loaded[step], region, start, sent, deadline, DTYPE, LINES, PTX)
-        store_lines(region, start, tl.zeros((LINES, 2), tl.int64), sent, LINES)
-        received = received + (~words,)  # noqa: RUF005
-    return received, deadline
-
-
-@triton.jit
-def wait_for_lines(
-    buffer: tl.tensor,
-    rank: tl.tensor,
-    lines: tl.tensor,
-    limit: tl.tensor,
-    REGION: tl.constexpr,
-    DTYPE: tl.constexpr,
-    LINES: tl.constexpr,
-    RANKS: tl.constexpr,
-    PTX: tl.constexpr,
-) -> tl.tensor:
-    """Wait for the first ``lines`` lines of all peers, which all threads can read then; return the state of the wait.
-
-    The reader calls ``empty_lines`` when all threads have read them. LINES lines of each peer are loaded at a time.
-    """
-    deadline = start_deadline(limit, LINES, PTX)
-    for start in range(0, lines, LINES):
-        sent = start + tl.arange(0, LINES)[:, None] < lines
-        for step in tl.static_range(RANKS - 1):
-            region = buffer + find_source(step, rank) * REGION
-            words = _load_lines(region, start, sent, LINES)
-            _, deadline = _await_lines(words, region, start, sent, deadline, DTYPE, LINES, PTX)
-    state = end_waits(deadline)
-    tl.debug_barrier()  # a thread has seen some lines; behind the barrier that holds for all threads
-    return state
-
-
-@triton.jit
-def empty_lines(
-    buffer: tl.tensor,
-    rank: tl.tensor,
-    lines: tl.tensor,
-    REGION: tl.constexpr,
-    LINES: tl.constexpr,
-    RANKS: tl.constexpr,
-) -> None:
-    """Empty the first ``lines`` lines of all peers, which the program has read."""
-    tl.debug_barrier()  # all threads have read them
-    for start in range(0, lines, LINES):
-        sent = start + tl.arange(0, LINES)[:, None] < lines
-        for step in tl.static_range(RANKS - 1):
-            region = buffer + find_source(step, rank) * REGION
-            store_lines(region, start, tl.zeros((LINES, 2), tl.int64), sent, LINES)
-
-
-@triton.jit
-def end_waits(deadline: tl.tensor) -> tl.tensor:
-    """Return the state of all waits behind which the deadlines of a program's lines are these: 0, or TIMED_OUT."""
-    return tl.where(tl.min(deadline, 0) == GAVE_UP, TIMED_OUT, 0)
-
-
-@triton.jit
-def _load_lines(region: tl.tensor, start: tl.tensor, sent: tl.tensor, LINES: tl.constexpr) -> tl.tensor:
-    """Load the lines from ``start`` on of a region once, as they are sent; what is not ``sent`` reads as arrived."""
-    return tl.load(_line_pointers(region, start, LINES), sent, -1, volatile=True)
-
-
-@triton.jit
-def _await_lines(
-    words: tl.tensor,
-    region: tl.tensor,
-    start: tl.tensor,
-    sent: tl.tensor,
-    deadline: tl.tensor,
-    DTYPE: tl.constexpr,
-    LINES: tl.constexpr,
-    PTX: tl.constexpr,
-) -> tl.tensor:
-    """Load lines, whose ``words`` have been loaded once, until they have arrived: (their words, later deadlines)."""
-    if PTX:
-        first, second = tl.split(words)
-        addresses = region + (start + tl.arange(0, LINES)) * _LINE_BYTES
-        first, second, deadline = tl.inline_asm_elementwise(
-            _AWAIT_HALVES_PTX if DTYPE.primitive_bitwidth == 16 else _AWAIT_FLOATS_PTX,
-            "=&l,=&l,=&l,0,1,l,2,~{memory}",
-            [first, second, addresses, deadline],
-            dtype=(tl.int64, tl.int64, tl.int64),
-            is_pure=False,
-            pack=1,
-        )
-        words = tl.join(first, second)
-    else:
-        polls = tl.full((), 0, tl.int64)
-        missing = tl.max((find_empty_lanes(words, DTYPE) != 0).to(tl.int32), 1)
-        while tl.max(missing & (deadline != GAVE_UP), 0) > 0:
-            polls += 1
-            is_late = (missing != 0) & (read_clock(polls, PTX) > deadline)
-            words = _load_lines(region, start, sent, LINES)
-            missing = tl.max((find_empty_lanes(words, DTYPE) != 0).to(tl.int32), 1)
-            deadline = tl.where(is_late & (missing != 0), GAVE_UP, deadline)
-    return words, deadline
-
-
-@triton.jit
-def store_lines(
-    region: tl.tensor, start: tl.tensor, words: tl.tensor, sent: tl.tensor, LINES: tl.constexpr
-) -> None:
-    """Store 8-byte words [LINES, 2] as the lines from ``start`` on of a region, where they are ``sent`` [LINES, 1]."""
-    tl.store(_line_pointers(region, start, LINES), words, sent)
-
-
-@triton.jit
-def _line_pointers(region: tl.tensor, start: tl.tensor, LINES: tl.constexpr) -> tl.tensor:
-    """Return pointers to the 8-byte words [LINES, 2] of the lines from ``start`` on in a region of a buffer."""
-    words = (start + tl.arange(0, LINES)[:, None]) * 2 + tl.arange(0, 2)[None, :]
-    # Triton forgets that an address is aligned where it becomes a pointer, and would load and store 8 bytes at a time.
-    return tl.multiple_of(region.to(tl.pointer_type(tl.int64)), 16) + words
-
-
-@triton.jit
 def release(PTX: tl.constexpr) -> None:
     """Order everything that the program has stored before the flags that it sets next."""
     tl.debug_barrier()
@@ -595,12 +386,13 @@ def set_flags(
     channel: tl.tensor,
     epoch: tl.tensor,
     active: tl.tensor,
+    PHASE: tl.constexpr,
     RANKS: tl.constexpr,
     PTX: tl.constexpr,
 ) -> None:
     """Let every peer know that what this program has stored in its memory is complete, if it is ``active``."""
     release(PTX)
-    offset = flags_offset(channel) + rank * _FLAG_BYTES
+    offset = flags_offset(channel, PHASE) + rank * _FLAG_BYTES
     for step in tl.static_range(RANKS - 1):
         store_once(peers[step] + offset, epoch, active, PTX)
 
@@ -612,20 +404,21 @@ def wait_for_flags(
     channel: tl.tensor,
     epoch: tl.tensor,
     limit: tl.tensor,
+    PHASE: tl.constexpr,
     RANKS: tl.constexpr,
     PTX: tl.constexpr,
 ) -> tl.tensor:
-    """Wait for the flags of all peers; return the state of the wait."""
+    """Wait for the flags of all peers; return the state of the wait. What they sent can be read then."""
     sources = tl.arange(0, _MAX_RANKS)
     active = (sources < RANKS) & (sources != rank)
-    addresses = own + flags_offset(channel) + sources * _FLAG_BYTES
+    addresses = own + flags_offset(channel, PHASE) + sources * _FLAG_BYTES
     polls = tl.full((), 0, tl.int64)
     started = read_clock(polls, PTX)
-    state = wait_state(load_flags(addresses, active, epoch, PTX) < epoch, 0)
+    state = wait_state((load_flags(addresses, active, epoch, PTX) < epoch)[:, None], 0)
     while state == WAITING:
         polls += 1
         late = (read_clock(polls, PTX) - started > limit).to(tl.int32)
-        state = wait_state(load_flags(addresses, active, epoch, PTX) < epoch, late)
+        state = wait_state((load_flags(addresses, active, epoch, PTX) < epoch)[:, None], late)
     tl.debug_barrier()  # a thread has acquired some flags; behind the barrier that holds for all threads
     return state
 
@@ -679,12 +472,12 @@ def _load_peer_words(
 
 @triton.jit
 def wait_state(stale: tl.tensor, late: tl.tensor) -> tl.tensor:
-    """Return the state of a wait, from elements that have not arrived, and int32 1 where the limit has passed.
+    """Return the state of a wait, from elements [N, M] that have not arrived, and int32 1 where the limit has passed.
 
     Threads differ in ``late`` when the limit passes between their reads of the clock. Hence the larger bit is that of
     ``stale``: the maximum shows a stale element, whichever thread is late, and no wait that times out looks complete.
     """
-    return tl.max(2 * stale.to(tl.int32) + late)
+    return tl.max(tl.max(2 * stale.to(tl.int32) + late, 1), 0)
 
 
 @triton.jit

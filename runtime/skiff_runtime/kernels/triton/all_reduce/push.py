@@ -1,4 +1,4 @@
-"""One-shot and two-shot all-reduce of larger messages, pushed as lines that are empty until they arrive.
+"""One-shot and two-shot all-reduce of larger messages, pushed plainly behind flags.
 
 One-shot: each rank pushes its whole message to every peer, and each sums all of them; (n - 1) * S bytes leave each of n
 ranks for a message of S. Two-shot is a reduce-scatter and an all-gather: a rank pushes piece p to rank p, sums the
@@ -16,25 +16,22 @@ import triton.language as tl
 
 from skiff_runtime.kernels.triton.all_reduce.peer_memory import (
     CHANNELS,
-    GAVE_UP,
     LINE_BYTES,
     SLOT_BYTES,
+    TIMED_OUT,
     PeerMemory,
     end_call,
-    end_waits,
     find_source,
-    invert_lanes,
     is_refresh,
-    lines_offset,
     load_ranks,
     may_store,
-    receive_lines,
+    plain_offset,
     rewrite_words,
+    set_flags,
     sort_by_rank,
     start_call,
-    start_deadline,
-    store_lines,
     sum_words,
+    wait_for_flags,
 )
 from skiff_runtime.kernels.triton.runtime.dependent_launch import (
     launch_dependents,
@@ -69,7 +66,7 @@ def push_all_reduce_kernel(
     """Replace a message by its sum over the ranks.
 
     Grid: (programs), at most CHANNELS. A program takes a chunk of ``piece_lines`` lines, with TWO_SHOT as many for each
-    rank. Its buffer holds one region for each source, with TWO_SHOT one for each source in each phase.
+    rank. Its plain buffer holds one region for each source, with TWO_SHOT one for each source in each phase.
 
     x                   [lines * 16 bytes], overwritten
     table, epochs, control, PTX  as ``low_latency_all_reduce_kernel``
@@ -82,8 +79,7 @@ def push_all_reduce_kernel(
     epoch, limit = start_call(epochs, control, channel)
     stores = may_store(limit)
     message = x.to(tl.pointer_type(tl.int64))
-    dtype = x.dtype.element_ty
-    buffer = lines_offset(epoch, channel, RANKS)
+    buffer = plain_offset(epoch, channel, RANKS)
     pieces: tl.constexpr = RANKS if TWO_SHOT else 1
     region: tl.constexpr = _SLOT_BYTES // ((2 * RANKS if TWO_SHOT else RANKS) * _LINE_BYTES) * _LINE_BYTES
     chunk = channel * piece_lines * pieces
@@ -92,44 +88,44 @@ def push_all_reduce_kernel(
         rewrite_words(own, peers, rank, channel, epoch, 0, LINES, RANKS, PTX)
 
     for start in range(0, piece_lines, LINES):
-        pushed: tl.tuple = ()  # all are loaded before the first store, behind which a load would wait
-        for step in tl.static_range(RANKS - 1 if TWO_SHOT else 1):
-            target = (rank + 1 + step) % RANKS * piece_lines if TWO_SHOT else 0
-            word_indices, inside, sent = index_words(chunk + target, start, piece_lines, lines, LINES)
-            pushed = pushed + (invert_lanes(tl.load(message + word_indices, inside, 0), dtype),)  # noqa: RUF005
         for step in tl.static_range(RANKS - 1):
-            words = pushed[step if TWO_SHOT else 0]
-            store_lines(peers[step] + buffer + rank * region, start, words, sent & stores, LINES)
+            target = (rank + 1 + step) % RANKS * piece_lines if TWO_SHOT else 0
+            word_indices, inside = index_words(chunk + target, start, piece_lines, lines, LINES)
+            words = tl.load(message + word_indices, inside, 0)
+            store_plain(peers[step] + buffer + rank * region, start, words, inside & stores, LINES)
+    set_flags(peers, rank, channel, epoch, stores, 0, RANKS, PTX)
 
-    deadline = start_deadline(limit, LINES, PTX)
+    state = wait_for_flags(own, rank, channel, epoch, limit, 0, RANKS, PTX)
     for start in range(0, piece_lines, LINES):
-        word_indices, inside, sent = index_words(own_piece, start, piece_lines, lines, LINES)
+        word_indices, inside = index_words(own_piece, start, piece_lines, lines, LINES)
         own_words = tl.load(message + word_indices, inside, 0)
-        received, deadline = receive_lines(
-            own + buffer, start, rank, sent, deadline, region, dtype, LINES, RANKS, PTX
-        )
-        summed = sum_words(sort_by_rank(received, own_words, rank, RANKS), dtype, RANKS)
-        if TWO_SHOT:
-            inverted = invert_lanes(summed, dtype)
-            is_right = sent & stores & (deadline != GAVE_UP)[:, None]
-            for step in tl.static_range(RANKS - 1):
-                offset = buffer + (RANKS + rank) * region
-                store_lines(peers[step] + offset, start, inverted, is_right, LINES)
-            summed = ~inverted  # the bits that the other ranks receive
+        received: tl.tuple = ()
+        for step in tl.static_range(RANKS - 1):
+            source = find_source(step, rank)
+            words = _load_plain(own + buffer + source * region, start, inside, LINES)
+            received = received + (words,)  # noqa: RUF005
+        ordered = sort_by_rank(received, own_words, rank, RANKS)
+        summed = sum_words(ordered, x.dtype.element_ty, RANKS)
         tl.store(message + word_indices, summed, inside)
+        if TWO_SHOT:
+            region_offset = buffer + (RANKS + rank) * region
+            for step in tl.static_range(RANKS - 1):
+                store_plain(peers[step] + region_offset, start, summed, inside & stores, LINES)
 
     if TWO_SHOT:
-        sums = own + buffer + RANKS * region
+        is_complete = stores & (state != TIMED_OUT)
+        set_flags(peers, rank, channel, epoch, is_complete, 1, RANKS, PTX)
+        limit = tl.where(state == TIMED_OUT, -1, limit)
+        waited = wait_for_flags(own, rank, channel, epoch, limit, 1, RANKS, PTX)
+        state = tl.maximum(state, waited)
         for start in range(0, piece_lines, LINES):
-            sent = (start + tl.arange(0, LINES)[:, None]) < piece_lines
-            received, deadline = receive_lines(
-                sums, start, rank, sent, deadline, region, dtype, LINES, RANKS, PTX
-            )
             for step in tl.static_range(RANKS - 1):
-                piece = chunk + find_source(step, rank) * piece_lines
-                word_indices, inside, _ = index_words(piece, start, piece_lines, lines, LINES)
-                tl.store(message + word_indices, received[step], inside)
-    state = end_waits(deadline)
+                source = find_source(step, rank)
+                word_indices, inside = index_words(
+                    chunk + source * piece_lines, start, piece_lines, lines, LINES
+                )
+                summed = _load_plain(own + buffer + (RANKS + source) * region, start, inside, LINES)
+                tl.store(message + word_indices, summed, inside)
     collective: tl.constexpr = 3 if TWO_SHOT else 2
     end_call(state, epochs, channel, epoch, control, table, collective, RANKS)
 
@@ -138,14 +134,35 @@ def push_all_reduce_kernel(
 def index_words(
     first: tl.tensor, start: tl.tensor, end: tl.tensor, lines: tl.tensor, LINES: tl.constexpr
 ) -> tl.tensor:
-    """Return (indices in the message of 8-byte words [LINES, 2], which of their lines exist, and which are sent).
+    """Return (indices in the message of 8-byte words [LINES, 2], which of their lines exist [LINES, 1]).
 
-    They are those of lines ``start`` to ``end``, at most LINES, of a piece that begins at line ``first``. Lines behind the end
-    of the message do not exist, and are sent all the same: what a peer waits for then depends on ``end`` alone.
+    They are those of lines ``start`` to ``end``, at most LINES, of a piece that begins at line ``first``.
     """
     line = start + tl.arange(0, LINES)[:, None]
-    sent = line < end
-    return (first + line) * 2 + tl.arange(0, 2)[None, :], sent & (first + line < lines), sent
+    inside = (line < end) & (first + line < lines)
+    return (first + line) * 2 + tl.arange(0, 2)[None, :], inside
+
+
+@triton.jit
+def store_plain(
+    region: tl.tensor, start: tl.tensor, words: tl.tensor, inside: tl.tensor, LINES: tl.constexpr
+) -> None:
+    """Store lines of a piece in a region of a peer's plain buffer."""
+    tl.store(_line_pointers(region, start, LINES), words, inside)
+
+
+@triton.jit
+def _load_plain(region: tl.tensor, start: tl.tensor, inside: tl.tensor, LINES: tl.constexpr) -> tl.tensor:
+    """Load lines that a peer has stored, from L2: L1 may hold what was there before."""
+    return tl.load(_line_pointers(region, start, LINES), inside, 0, cache_modifier=".cg")
+
+
+@triton.jit
+def _line_pointers(region: tl.tensor, start: tl.tensor, LINES: tl.constexpr) -> tl.tensor:
+    """Return pointers to the 8-byte words [LINES, 2] of the lines from ``start`` on in a region of a plain buffer."""
+    words = (start + tl.arange(0, LINES)[:, None]) * 2 + tl.arange(0, 2)[None, :]
+    # Triton forgets that an address is aligned where it becomes a pointer, and would load and store 8 bytes at a time.
+    return tl.multiple_of(region.to(tl.pointer_type(tl.int64)), 16) + words
 
 
 def push_all_reduce(x: torch.Tensor, memory: PeerMemory, *, two_shot: bool) -> None:
@@ -166,6 +183,6 @@ def push_all_reduce(x: torch.Tensor, memory: PeerMemory, *, two_shot: bool) -> N
 
 
 def push_capacity(ranks: int, *, two_shot: bool) -> int:
-    """Return the bytes of the largest message that the channels can receive as lines."""
+    """Return the bytes of the largest message that the channels can receive plainly."""
     region = SLOT_BYTES // ((2 * ranks if two_shot else ranks) * LINE_BYTES) * LINE_BYTES
     return CHANNELS * region * (ranks if two_shot else 1)

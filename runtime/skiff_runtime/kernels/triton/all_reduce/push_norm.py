@@ -1,10 +1,10 @@
 """One-shot all-reduce of larger messages fused with the residual addition and RMSNorm.
 
 A program owns whole rows: it takes a contiguous chunk of them, pushes it as the one-shot of ``push`` does, waits for
-the lines of the same chunk of every peer, and then sums, adds and normalizes row by row. It saves a launch, and a trip of the sums to
+the same chunk of every peer, and then sums, adds and normalizes row by row. It saves a launch, and a trip of the sums to
 memory and back. In exchange, at most CHANNELS programs normalize, and they push with the warps of the norm.
 
-When all lines have arrived, they need no unpacking but a NOT. So a row of each rank is loaded as elements, in the layout in which the kernel that is
+Plain data needs no unpacking. So a row of each rank is loaded as elements, in the layout in which the kernel that is
 fused holds a row, summed there, and normalized from registers by the code of that kernel: the results are those of the
 all-reduce followed by that kernel, bit for bit.
 """
@@ -22,19 +22,21 @@ from skiff_runtime.kernels.triton.all_reduce.peer_memory import (
     LINE_BYTES,
     SLOT_BYTES,
     PeerMemory,
-    empty_lines,
     end_call,
-    invert_lanes,
     is_refresh,
-    lines_offset,
     load_ranks,
     may_store,
+    plain_offset,
     rewrite_words,
+    set_flags,
     start_call,
-    store_lines,
-    wait_for_lines,
+    wait_for_flags,
 )
-from skiff_runtime.kernels.triton.all_reduce.push import index_words, push_capacity
+from skiff_runtime.kernels.triton.all_reduce.push import (
+    index_words,
+    push_capacity,
+    store_plain,
+)
 from skiff_runtime.kernels.triton.fp8.quantize import empty_quantized, row_options, store_row
 from skiff_runtime.kernels.triton.norm_act.rms_norm import normalize_row, row_warps
 from skiff_runtime.kernels.triton.runtime.dependent_launch import (
@@ -46,8 +48,7 @@ from skiff_runtime.kernels.triton.runtime.dependent_launch import (
 PROGRAMS: Final = CHANNELS
 """Programs of a launch, at most."""
 TILE_LINES: Final = 1024
-LINES_PER_WARP: Final = 128
-"""Lines that a program, and each of its warps, pushes and waits for at a time, at most. Untuned."""
+"""Lines that a program pushes at a time. Untuned: as ``push.TILE_LINES``, though the warps are those of the norm."""
 PREFETCH_BYTES: Final = 80 << 10
 """Limit on the parts of a row, in bytes, up to which a program loads the next row while it normalizes one. Untuned: for
 sm_90, 80 KB (5,120 columns of bfloat16, 4 ranks) compile without spills, 96 KB (16,384 columns, 2 ranks) with some."""
@@ -80,8 +81,8 @@ def push_all_reduce_add_rms_norm_kernel(
 ) -> None:
     """Sum rows over the ranks, add the residual, and normalize the sums.
 
-    Grid: (programs), at most CHANNELS; a program takes ``chunk`` rows, the last one those that remain. Its buffer holds
-    one region for each source. The norm's weight and the addresses of the peers are loaded before the kernel
+    Grid: (programs), at most CHANNELS; a program takes ``chunk`` rows, the last one those that remain. Its plain buffer
+    holds one region for each source. The norm's weight and the addresses of the peers are loaded before the kernel
     ahead has ended.
 
     x                   [rows, WIDTH], this rank's part
@@ -104,11 +105,9 @@ def push_all_reduce_add_rms_norm_kernel(
     epoch, limit = start_call(epochs, control, channel)
     first = channel * chunk
     end = tl.minimum(first + chunk, rows)
-    buffer = own + lines_offset(epoch, channel, RANKS)
-    region: tl.constexpr = _SLOT_BYTES // (RANKS * _LINE_BYTES) * _LINE_BYTES
-    lines = (end - first) * ROW_LINES
+    buffer = own + plain_offset(epoch, channel, RANKS)
     _push_rows(x, own, peers, rank, channel, epoch, limit, first, end, ROW_LINES, LINES, RANKS, PTX)
-    state = wait_for_lines(buffer, rank, lines, limit, region, x.dtype.element_ty, LINES, RANKS, PTX)
+    state = wait_for_flags(own, rank, channel, epoch, limit, 0, RANKS, PTX)
     if PREFETCH:
         following = _load_row(x, residual, buffer, rank, first, first, end, WIDTH, BLOCK, RANKS)
     for row in range(first, end):
@@ -117,11 +116,10 @@ def push_all_reduce_add_rms_norm_kernel(
             following = _load_row(x, residual, buffer, rank, row + 1, first, end, WIDTH, BLOCK, RANKS)
         else:
             parts = _load_row(x, residual, buffer, rank, row, first, end, WIDTH, BLOCK, RANKS)
-        value = _sum_row(parts, rank, total.dtype.element_ty, RANKS)
+        value = _sum_row(parts, total.dtype.element_ty, RANKS)
         tl.store(total + row * WIDTH + columns, value, inside)
         row_normed = normalize_row(value.to(tl.float32), weights, eps, WIDTH, normed.dtype.element_ty)
         tl.store(normed + row * WIDTH + columns, row_normed, inside)
-    empty_lines(buffer, rank, lines, region, LINES, RANKS)
     end_call(state, epochs, channel, epoch, control, table, _COLLECTIVE, RANKS)
 
 
@@ -165,11 +163,9 @@ def push_all_reduce_add_rms_norm_quantize_kernel(
     epoch, limit = start_call(epochs, control, channel)
     first = channel * chunk
     end = tl.minimum(first + chunk, rows)
-    buffer = own + lines_offset(epoch, channel, RANKS)
-    region: tl.constexpr = _SLOT_BYTES // (RANKS * _LINE_BYTES) * _LINE_BYTES
-    lines = (end - first) * ROW_LINES
+    buffer = own + plain_offset(epoch, channel, RANKS)
     _push_rows(x, own, peers, rank, channel, epoch, limit, first, end, ROW_LINES, LINES, RANKS, PTX)
-    state = wait_for_lines(buffer, rank, lines, limit, region, x.dtype.element_ty, LINES, RANKS, PTX)
+    state = wait_for_flags(own, rank, channel, epoch, limit, 0, RANKS, PTX)
     if PREFETCH:
         following = _load_row(x, residual, buffer, rank, first, first, end, WIDTH, BLOCK, RANKS)
     for row in range(first, end):
@@ -178,11 +174,10 @@ def push_all_reduce_add_rms_norm_quantize_kernel(
             following = _load_row(x, residual, buffer, rank, row + 1, first, end, WIDTH, BLOCK, RANKS)
         else:
             parts = _load_row(x, residual, buffer, rank, row, first, end, WIDTH, BLOCK, RANKS)
-        value = _sum_row(parts, rank, dtype, RANKS)
+        value = _sum_row(parts, dtype, RANKS)
         tl.store(total + row * WIDTH + columns, value, inside)
         normed = normalize_row(value.to(tl.float32), weights, eps, WIDTH, dtype).to(tl.float32)
         store_row(normed, values, scales, row, columns, bound, WIDTH)
-    empty_lines(buffer, rank, lines, region, LINES, RANKS)
     end_call(state, epochs, channel, epoch, control, table, _COLLECTIVE, RANKS)
 
 
@@ -202,19 +197,23 @@ def _push_rows(
     RANKS: tl.constexpr,
     PTX: tl.constexpr,
 ) -> None:
-    """Store rows ``first`` to ``end`` in this rank's region of every peer's buffer; nothing once a wait has timed out."""
+    """Store rows ``first`` to ``end`` in this rank's region of every peer's plain buffer, and set the flag behind them.
+
+    Nothing is stored once a wait has timed out.
+    """
     stores = may_store(limit)
     if is_refresh(epoch) & stores:
         rewrite_words(own, peers, rank, channel, epoch, 0, LINES, RANKS, PTX)
     message = x.to(tl.pointer_type(tl.int64))
     region: tl.constexpr = _SLOT_BYTES // (RANKS * _LINE_BYTES) * _LINE_BYTES
-    offset = lines_offset(epoch, channel, RANKS) + rank * region
+    offset = plain_offset(epoch, channel, RANKS) + rank * region
     lines = (end - first) * ROW_LINES
     for start in range(0, lines, LINES):
-        word_indices, inside, _ = index_words(first * ROW_LINES, start, lines, end * ROW_LINES, LINES)
-        words = invert_lanes(tl.load(message + word_indices, inside, 0), x.dtype.element_ty)
+        word_indices, inside = index_words(first * ROW_LINES, start, lines, end * ROW_LINES, LINES)
+        words = tl.load(message + word_indices, inside, 0)
         for step in tl.static_range(RANKS - 1):
-            store_lines(peers[step] + offset, start, words, inside & stores, LINES)
+            store_plain(peers[step] + offset, start, words, inside & stores, LINES)
+    set_flags(peers, rank, channel, epoch, stores, 0, RANKS, PTX)
 
 
 @triton.jit
@@ -230,43 +229,36 @@ def _load_row(
     BLOCK: tl.constexpr,
     RANKS: tl.constexpr,
 ) -> tl.tensor:
-    """Return a tuple of the bits of a row [BLOCK] of every rank, in rank order, and of the residual's row.
+    """Return a tuple of a row [BLOCK] of every rank, in rank order, and of the residual: zeros if there is no such row.
 
-    ``buffer`` is the address of this rank's buffer, to which the peers pushed rows ``first`` to ``end``, inverted. They are
-    loaded from L2: L1 may hold what was there before. If there is no such row, all are zeros.
+    ``buffer`` is the address of this rank's plain buffer, to which the peers pushed rows ``first`` to ``end``. They are
+    loaded from L2: L1 may hold what was there before.
     """
     columns = tl.arange(0, BLOCK)
     inside = (columns < WIDTH) & (row < end)
-    bits: tl.constexpr = x.dtype.element_ty.primitive_bitwidth
     region: tl.constexpr = _SLOT_BYTES // (RANKS * _LINE_BYTES) * _LINE_BYTES
-    own = x.to(tl.int64) + row * (WIDTH * bits // 8)
-    received = buffer + (row - first) * (WIDTH * bits // 8)
+    row_bytes: tl.constexpr = WIDTH * x.dtype.element_ty.primitive_bitwidth // 8
+    own = x.to(tl.int64) + row * row_bytes
+    received = buffer + (row - first) * row_bytes
     parts: tl.tuple = ()
     for source in tl.static_range(RANKS):
         address = tl.where(rank == source, own, received + source * region)
         # Triton forgets that an address is aligned where it becomes a pointer.
-        pointer = tl.multiple_of(address.to(tl.pointer_type(tl.int16 if bits == 16 else tl.int32)), 16)
-        nothing = tl.where(rank == source, 0, -1)
-        part = tl.load(pointer + columns, inside, nothing, cache_modifier=".cg")
+        pointer = tl.multiple_of(address.to(tl.pointer_type(x.dtype.element_ty)), 16)
+        part = tl.load(pointer + columns, inside, 0.0, cache_modifier=".cg")
         parts = parts + (part,)  # noqa: RUF005
     added = tl.load(residual + row * WIDTH + columns, inside, 0.0)
     return parts + (added,)  # noqa: RUF005
 
 
 @triton.jit
-def _sum_row(parts: tl.tensor, rank: tl.tensor, DTYPE: tl.constexpr, RANKS: tl.constexpr) -> tl.tensor:
+def _sum_row(parts: tl.tensor, DTYPE: tl.constexpr, RANKS: tl.constexpr) -> tl.tensor:
     """Return, in ``DTYPE``, the rounded sum of a row of every rank, in rank order, plus the residual behind them."""
-    total = _to_float(parts[0], rank == 0, DTYPE)
+    total = parts[0].to(tl.float32)
     for each in tl.static_range(1, RANKS):
-        total += _to_float(parts[each], rank == each, DTYPE)
+        total += parts[each].to(tl.float32)
     total = total.to(DTYPE).to(tl.float32) + parts[RANKS].to(tl.float32)
     return total.to(DTYPE)
-
-
-@triton.jit
-def _to_float(bits: tl.tensor, is_own: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
-    """Return the values of a row's bits in float32; those of peers are inverted."""
-    return tl.where(is_own, bits, ~bits).to(DTYPE, bitcast=True).to(tl.float32)
 
 
 def push_all_reduce_add_rms_norm(
@@ -314,7 +306,7 @@ def push_all_reduce_add_rms_norm_quantize(
 
 
 def fits_push_rows(rows: int, row_bytes: int, ranks: int) -> bool:
-    """Return whether these fused kernels can take the rows: the channels' buffers hold them."""
+    """Return whether these fused kernels can take the rows: the channels' plain buffers hold them."""
     region = push_capacity(ranks, two_shot=False) // CHANNELS
     return row_bytes % LINE_BYTES == 0 and triton.cdiv(rows, PROGRAMS) * row_bytes <= region
 
@@ -324,7 +316,7 @@ def _push_options(x: torch.Tensor, memory: PeerMemory) -> dict[str, Any]:
     registers = (memory.ranks + 1) * triton.next_power_of_2(x.shape[1]) * x.itemsize
     return {
         "ROW_LINES": row_bytes // LINE_BYTES,
-        "LINES": min(TILE_LINES, LINES_PER_WARP * row_warps(x.shape[1])),
+        "LINES": TILE_LINES,
         "PREFETCH": registers <= PREFETCH_BYTES,
         "RANKS": memory.ranks,
         "PTX": memory.has_ptx,
