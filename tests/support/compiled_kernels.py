@@ -34,7 +34,7 @@ ARCHITECTURE: Final = 90
 DEVICE: Final = torch.device("cuda", 0)
 
 
-def record_kernels(launch: Callable[[], None], architecture: int) -> dict[str, dict[str, str]]:
+def record_kernels(launch: Callable[[], None], architecture: int = ARCHITECTURE) -> dict[str, dict[str, str]]:
     """Return PTX and TTGIR of the kernels that ``launch`` launches."""
     found: dict[str, dict[str, str]] = {}
     run = triton.JITFunction.run
@@ -120,5 +120,4 @@ if __name__ == "__main__":
     }
     for line in sys.stdin:
         kind, number, *architecture = json.loads(line)
-        launch = partial(cases[kind], number)
-        print(json.dumps(record_kernels(launch, *architecture or [ARCHITECTURE])), flush=True)
+        print(json.dumps(record_kernels(partial(cases[kind], number), *architecture)), flush=True)

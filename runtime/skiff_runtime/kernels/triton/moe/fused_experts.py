@@ -175,7 +175,10 @@ def fit_rule(rule: GroupedGemmRule, itemsize: int, shared_bytes: int) -> Grouped
 
 
 def _fit_tile(tile: GroupedGemmTile, rows: int, itemsize: int, shared_bytes: int) -> GroupedGemmTile:
-    """Take stages, and below two of them inputs, from a tile that loads ``rows`` rows of tokens and weights at a time."""
+    """Return the tile with fewer stages, but at least two, and then with fewer inputs, until it fits.
+
+    It loads ``rows`` rows of tokens and weights at a time.
+    """
     while tile.stages * tile.inputs * rows * itemsize > shared_bytes:
         if tile.stages > 2:
             tile = replace(tile, stages=tile.stages - 1)
